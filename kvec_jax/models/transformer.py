@@ -1,0 +1,159 @@
+"""One functional decoder for every family: the layers' parameters are stacked, so that they can be scanned."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from kvec_jax.models.config import ModelConfig
+from kvec_jax.models.rope import Rope, angles, rotate
+from kvec_jax.typing import Array
+
+_ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """Divides ``x`` [..., M] by its root mean square and scales it; in float32, returned in x's dtype."""
+    wide = x.astype(jnp.float32)
+    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * weight).astype(x.dtype)
+
+
+class Block(nnx.Module):
+    """Parameters of the layers, and what one layer computes around its attention.
+
+    Every parameter has a leading layer axis L; ``lax.scan`` over the block takes it away. Projections are stored
+    ``[in, out]``, heads flattened into the ``out`` axis (into ``in`` for ``o_proj``), so query head n is columns
+    ``[n * D, (n + 1) * D)``. Norm weights are float32 and multiply directly (Gemma's ``1 +`` is folded in when loading).
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        L, M, D = config.num_hidden_layers, config.hidden_size, config.head_dim
+        N, K, F = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
+
+        def matrix(rows, columns):
+            values = jax.random.normal(rngs.params(), (L, rows, columns), jnp.float32)
+            return nnx.Param((values * rows**-0.5).astype(dtype))
+
+        def ones(width):
+            return nnx.Param(jnp.ones((L, width), jnp.float32))
+
+        self.config = config
+        self.input_norm = ones(M)
+        self.q_proj, self.k_proj, self.v_proj = matrix(M, N * D), matrix(M, K * D), matrix(M, K * D)
+        self.o_proj = matrix(N * D, M)
+        self.mlp_norm = ones(M)
+        self.gate_proj, self.up_proj, self.down_proj = matrix(M, F), matrix(M, F), matrix(F, M)
+        if config.attention_bias:
+            self.q_bias = nnx.Param(jnp.zeros((L, N * D), dtype))
+            self.k_bias = nnx.Param(jnp.zeros((L, K * D), dtype))
+            self.v_bias = nnx.Param(jnp.zeros((L, K * D), dtype))
+        if config.qk_norm:
+            self.q_norm, self.k_norm = ones(D), ones(D)
+        if config.post_norms:
+            self.post_attention_norm, self.post_mlp_norm = ones(M), ones(M)
+
+    def project(self, hidden: Array) -> tuple[Array, Array, Array]:
+        """Queries [B, N, T, D], keys and values [B, K, T, D] of one layer, before RoPE, from ``hidden`` [B, T, M]."""
+        config = self.config
+        x = rms_norm(hidden, self.input_norm[...], config.rms_norm_eps)
+        q, k, v = x @ self.q_proj[...], x @ self.k_proj[...], x @ self.v_proj[...]
+        if config.attention_bias:
+            q, k, v = q + self.q_bias[...], k + self.k_bias[...], v + self.v_bias[...]
+        q, k, v = (_split_heads(a, config.head_dim) for a in (q, k, v))
+        if config.qk_norm:
+            q = rms_norm(q, self.q_norm[...], config.rms_norm_eps)
+            k = rms_norm(k, self.k_norm[...], config.rms_norm_eps)
+        return q, k, v
+
+    def finish(self, hidden: Array, attended: Array) -> Array:
+        """The rest of the layer: output projection of ``attended`` [B, N, T, D], residuals and MLP; [B, T, M]."""
+        config = self.config
+        out = _merge_heads(attended) @ self.o_proj[...]
+        if config.post_norms:
+            out = rms_norm(out, self.post_attention_norm[...], config.rms_norm_eps)
+        hidden = hidden + out
+        x = rms_norm(hidden, self.mlp_norm[...], config.rms_norm_eps)
+        gate = _ACTIVATIONS[config.hidden_act](x @ self.gate_proj[...])
+        out = (gate * (x @ self.up_proj[...])) @ self.down_proj[...]
+        if config.post_norms:
+            out = rms_norm(out, self.post_mlp_norm[...], config.rms_norm_eps)
+        return hidden + out
+
+
+class Transformer(nnx.Module):
+    """A decoder-only Transformer; a pytree that is passed to ``jax.jit`` and never mutated.
+
+    Args:
+        config: Shape and features.
+        rngs: Where random weights come from (``nnx.eval_shape`` gives the shapes alone).
+        dtype: Of the matrices and the activations; norms are kept in float32.
+
+    Example:
+        >>> from kvec_jax.testing import tiny_config
+        >>> model = Transformer(tiny_config(), rngs=nnx.Rngs(0))
+        >>> model.embed(jnp.zeros((1, 3), jnp.int32)).shape
+        (1, 3, 64)
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32):
+        V, M = config.vocab_size, config.hidden_size
+        self.config = config
+        self.embedding = nnx.Param((0.02 * jax.random.normal(rngs.params(), (V, M), jnp.float32)).astype(dtype))
+        self.layers = Block(config, rngs=rngs, dtype=dtype)
+        self.final_norm = nnx.Param(jnp.ones((M,), jnp.float32))
+        if not config.tie_word_embeddings:
+            self.lm_head = nnx.Param((M**-0.5 * jax.random.normal(rngs.params(), (V, M), jnp.float32)).astype(dtype))
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the matrices, the activations and the cache."""
+        return self.embedding.get_value().dtype
+
+    def embed(self, tokens: Array) -> Array:
+        """Hidden states [B, T, M] that enter the first layer, from ``tokens`` int32 [B, T]."""
+        hidden = self.embedding[...][tokens]
+        # Gemma rounds the factor to the embeddings' dtype before it multiplies.
+        return hidden * jnp.asarray(self.config.embedding_scale, hidden.dtype)
+
+    def unembed(self, hidden: Array) -> Array:
+        """Logits float32 [..., V] of the last layer's ``hidden`` [..., M]."""
+        x = rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps)
+        matrix = self.embedding if self.config.tie_word_embeddings else self.lm_head
+        return jnp.einsum("...M,VM->...V", x, matrix[...], preferred_element_type=jnp.float32)
+
+
+class Rotation:
+    """RoPE at given positions, for whichever kind of layer asks.
+
+    Args:
+        config: Of the model.
+        positions: int32 [B, T].
+    """
+
+    def __init__(self, config: ModelConfig, positions: Array):
+        self._global = angles(positions, config.rope.inverse_frequencies(config.head_dim))
+        local = config.local_rope or config.rope
+        self._local = None if local == config.rope else angles(positions, local.inverse_frequencies(config.head_dim))
+
+    def __call__(self, x: Array, is_local: Array) -> Array:
+        """Rotates ``x`` [B, heads, T, D]; ``is_local`` is a scalar bool, traced."""
+        cos, sin = self._global
+        if self._local is not None:
+            cos, sin = (jnp.where(is_local, a, b) for a, b in zip(self._local, self._global))
+        return rotate(x, cos, sin)
+
+
+def _split_heads(x: Array, head_dim: int) -> Array:
+    B, T, _ = x.shape
+    return x.reshape(B, T, -1, head_dim).swapaxes(1, 2)
+
+
+def _merge_heads(x: Array) -> Array:
+    B, N, T, D = x.shape
+    return x.swapaxes(1, 2).reshape(B, T, N * D)
+
+
+__all__ = ["Block", "Rope", "Rotation", "Transformer", "rms_norm"]
