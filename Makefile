@@ -1,0 +1,68 @@
+# `make demo` and `make test` need nothing but make and Python 3.11 or newer: each makes its own environment.
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all test-device lint format bench clean
+
+help:
+	@echo "make demo     install into $(VENV) and run the demo: hide facts in a long text, shrink the cache, ask"
+	@echo "make test     install into $(VENV), check the style, run the tests"
+	@echo "make test-all     the slow tests too"
+	@echo "make test-device  the tests that need a TPU or GPU"
+	@echo "make lint | format | bench | clean"
+	@echo "Settings: PYTHON=$(PYTHON)  VENV=$(VENV)  PYTEST_ARGS='-k cache'"
+
+demo: $(VENV)/.package
+	@echo "==> kvec demo"
+	@$(BIN)/kvec demo
+
+test: lint
+	@echo "==> Tests"
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-all: lint
+	@echo "==> All tests that need no accelerator"
+	@$(BIN)/python -m pytest -m "not device and not aot_tpu and not aot_gpu" $(PYTEST_ARGS)
+
+test-device: $(VENV)/.test
+	@echo "==> Tests on the accelerator that JAX finds"
+	@JAX_PLATFORMS= $(BIN)/python -m pytest -m device $(PYTEST_ARGS)
+
+lint: $(VENV)/.test
+	@$(BIN)/python -c "import sys, jax; print('==> Python', sys.version.split()[0], 'with JAX', jax.__version__)"
+	@echo "==> Style"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: $(VENV)/.test
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(VENV)/.package
+	@$(BIN)/python -m benchmarks.generate
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache build dist
+
+# The environment. A stamp file says what is installed; a change of pyproject.toml installs again.
+
+$(VENV)/.made:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found; install Python 3.11 or newer, or name one: make PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("kvec_jax needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=/path/to/python")'
+	@echo "==> Making the environment $(VENV)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/.package: $(VENV)/.made pyproject.toml
+	@echo "==> Installing kvec_jax into $(VENV) (about 350 MB the first time)"
+	@$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.made pyproject.toml
+	@echo "==> Installing kvec_jax and its test tools into $(VENV) (about 350 MB the first time)"
+	@$(BIN)/python -m pip install --quiet --editable ".[test]"
+	@touch $@ $(VENV)/.package
