@@ -1,0 +1,94 @@
+"""The packed key-value cache: every head keeps its own number of rows, and the memory of the others is really given back."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvec_jax.typing import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompressedKV:
+    """What is left of a prompt's keys and values, and the tokens that came after; immutable, a pytree.
+
+    The *pool* holds the kept rows of all layers and heads. The rows of one (layer, key-value head), a *segment*, lie
+    together in position order; segments differ in length, and may be empty. The *tail* holds the tokens added after
+    compression, the same number for every layer and head. An uncompressed cache is the same with every row kept.
+
+    Attributes:
+        keys: [B, P, D], the pool's keys, after RoPE at their own positions.
+        values: [B, P, D].
+        positions: int32 [B, P], where in the prompt each row came from.
+        starts: int32 [B, L, K], first pool row of each segment.
+        counts: int32 [B, L, K], rows of each segment.
+        tail_keys: [L, B, K, R, D].
+        tail_values: [L, B, K, R, D].
+        tail_length: int32 [B], tail rows in use.
+        next_position: int32 [B], position of the token that comes next.
+        segment_rows: Static. Rows set aside for every segment where all have the same (then segment s of the pool
+            starts at row ``s * segment_rows``); 0 where the segments are packed end to end.
+    """
+
+    keys: Array
+    values: Array
+    positions: Array
+    starts: Array
+    counts: Array
+    tail_keys: Array
+    tail_values: Array
+    tail_length: Array
+    next_position: Array
+    segment_rows: int = dataclasses.field(default=0, metadata={"static": True})
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K."""
+        return self.counts.shape[-1]
+
+    @property
+    def tail_capacity(self) -> int:
+        """R: tokens that the tail has room for."""
+        return self.tail_keys.shape[3]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all buffers of the cache hold, indices included."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    @property
+    def pool_nbytes(self) -> int:
+        """Bytes of the kept keys and values, without tail and indices."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def kept_positions(self, row: int) -> list[list[np.ndarray]]:
+        """Prompt positions that one row of the batch keeps.
+
+        Args:
+            row: Index into the batch.
+
+        Returns:
+            ``kept[layer][head]``: sorted int32 array.
+
+        Raises:
+            IndexError: If there is no such row.
+        """
+        if not 0 <= row < self.counts.shape[0]:
+            raise IndexError(f"row: expected 0 to {self.counts.shape[0] - 1}, got {row}")
+        positions, starts, counts = (np.asarray(x[row]) for x in (self.positions, self.starts, self.counts))
+        return [
+            [positions[start : start + count] for start, count in zip(*heads)]
+            for heads in zip(starts.tolist(), counts.tolist())
+        ]
+
+    def reserve(self, tokens: int) -> "CompressedKV":
+        """The same cache with room for ``tokens`` more after those already in its tail (a copy of the tail)."""
+        missing = int(jnp.max(self.tail_length)) + tokens - self.tail_capacity
+        if missing <= 0:
+            return self
+        padding = [(0, 0)] * 3 + [(0, missing), (0, 0)]
+        return dataclasses.replace(
+            self, tail_keys=jnp.pad(self.tail_keys, padding), tail_values=jnp.pad(self.tail_values, padding)
+        )

@@ -1,0 +1,106 @@
+"""Attention of a few queries over the packed rows of one layer; work and traffic follow the rows really kept."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvec_jax.cache import CompressedKV
+from kvec_jax.online_softmax import LOWEST, Partial, attend_block, attend_blocks, empty
+from kvec_jax.typing import Array
+
+# Rows of a block of equal segments; one block is copied out of the pool at a time.
+EQUAL_BLOCK = 512
+# Ragged segments are cut into blocks of this many rows, and so many blocks are attended as one batched product.
+RAGGED_BLOCK = 64
+RAGGED_BATCH = 32
+
+
+def attend_segments(
+    queries: Array, cache: CompressedKV, layer: Array, oldest: Array | None, scale: float
+) -> Partial:
+    """The partial of every head's queries over its own segment of a layer.
+
+    Args:
+        queries: [B, K, M, D]; M counts the queries of a key-value head's group, for all new tokens.
+        cache: Whose pool is attended.
+        layer: int32 scalar, traced.
+        oldest: int32 [B, M], first position that each query sees; ``None`` means all.
+        scale: Factor on the logits.
+
+    Returns:
+        The partial of shape [B, K, M].
+    """
+    if cache.keys.shape[1] == 0:
+        return empty(queries.shape[:-1], queries.shape[-1])
+    if cache.segment_rows:
+        return _attend_equal(queries, cache, layer, oldest, scale)
+    return _attend_ragged(queries, cache, layer, oldest, scale)
+
+
+def _attend_equal(
+    queries: Array, cache: CompressedKV, layer: Array, oldest: Array | None, scale: float
+) -> Partial:
+    """Every segment has ``segment_rows`` rows: plain batched products, up to the longest segment in use."""
+    B, K, _, D = queries.shape
+    S = cache.segment_rows
+    block = min(EQUAL_BLOCK, S)
+    counts = lax.dynamic_index_in_dim(cache.counts, layer, 1, keepdims=False)  # [B, K]
+
+    def slab(pool, start, *trailing):
+        pool = pool.reshape(B, -1, K, S, *trailing)
+        offsets = (0, layer, 0, start) + (0,) * len(trailing)
+        return lax.dynamic_slice(pool, offsets, (B, 1, K, block, *trailing))[:, 0]
+
+    def fetch(i):
+        start = jnp.minimum(i * block, S - block)
+        at = start + jnp.arange(block)
+        mask = ((at >= i * block) & (at < counts[..., None]))[:, :, None]
+        if oldest is not None:
+            mask &= slab(cache.positions, start)[:, :, None] >= oldest[:, None, :, None]
+        return slab(cache.keys, start, D), slab(cache.values, start, D), mask
+
+    return attend_blocks(queries, fetch, 0, -(-jnp.max(counts) // block), scale)
+
+
+def _attend_ragged(
+    queries: Array, cache: CompressedKV, layer: Array, oldest: Array | None, scale: float
+) -> Partial:
+    """Split flash-decoding: blocks of all segments stand in one list, and are attended a batch at a time.
+
+    A loop per segment would take as long as the longest; the list has as many blocks as there are rows to read.
+    """
+    B, K, M, D = queries.shape
+    P = cache.keys.shape[1]
+    pool_keys, pool_values = cache.keys.reshape(B * P, D), cache.values.reshape(B * P, D)
+    counts, starts = (
+        lax.dynamic_index_in_dim(x, layer, 1, keepdims=False) for x in (cache.counts, cache.starts)
+    )
+    starts = (starts + P * jnp.arange(B)[:, None]).reshape(-1)
+    counts = counts.reshape(-1)
+    blocks = -(-counts // RAGGED_BLOCK)
+    ends = jnp.cumsum(blocks)
+    flat_queries = queries.reshape(B * K, M, D)
+
+    def attend(i, partial):
+        number = i * RAGGED_BATCH + jnp.arange(RAGGED_BATCH)
+        segment = jnp.minimum(jnp.searchsorted(ends, number, side="right"), B * K - 1)
+        offset = (number - (ends - blocks)[segment])[:, None] * RAGGED_BLOCK + jnp.arange(RAGGED_BLOCK)
+        rows = jnp.minimum(starts[segment][:, None] + offset, B * P - 1)
+        mask = ((number < ends[-1])[:, None] & (offset < counts[segment][:, None]))[:, None]
+        if oldest is not None:
+            mask &= cache.positions.reshape(-1)[rows][:, None] >= oldest[segment // K][..., None]
+        part = attend_block(flat_queries[segment], pool_keys[rows], pool_values[rows], mask, scale)
+        return _merge_into(partial, part, segment)
+
+    start = empty((B * K, M), D)
+    partial = lax.fori_loop(0, -(-ends[-1] // RAGGED_BATCH), attend, start)
+    return jax.tree.map(lambda x: x.reshape(B, K, *x.shape[1:]), partial)
+
+
+def _merge_into(partial: Partial, parts: Partial, segment: Array) -> Partial:
+    """Adds blocks' partials [blocks, M] to those of the segments [segments, M] that they belong to."""
+    maximum = jnp.maximum(partial.maximum, jnp.full_like(partial.maximum, LOWEST).at[segment].max(parts.maximum))
+    old = jnp.exp(partial.maximum - maximum)
+    new = jnp.exp(parts.maximum - maximum[segment])
+    weighted = (partial.weighted * old[..., None]).at[segment].add(parts.weighted * new[..., None])
+    return Partial(weighted, maximum, (partial.total * old).at[segment].add(parts.total * new))
