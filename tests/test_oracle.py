@@ -1,0 +1,136 @@
+"""The oracles against numbers that others computed: transformers' logits, kvpress 0.5.5's kept entries, CompressKV's budgets.
+
+kvpress's settings that ``kept.json`` stands for: window 16, average pooling 5. Its ratio r is the share removed, and
+floor(T (1 - r)) entries stay: 39 of 200 at 0.8. Its readings that differ from ours:
+
+* PyramidKV rounds last and counts the window as part of the pyramid (``budgets.pyramid_kvpress``).
+* Ada-KV is a flat top-K over a layer's heads with a floor per head, no mix of counts (``policies.layer_scope``).
+* CriticalKV's first stage takes half of the whole budget, window included.
+* ObservedAttention divides by the number of queries that can see an entry; H2O itself doesn't.
+* TOVA averages over all heads of a layer; its last token is always kept.
+* ExpectedAttention: 4 sinks, 512 future positions, epsilon 0.
+"""
+
+import functools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.oracle import budgets, policies, scores
+from tests.oracle.forward import forward, hugging_face
+
+HERE = Path(__file__).parent
+PLACES = (HERE / "goldens", HERE.parents[1] / "shared" / "golden")
+RATIOS = {0.5: 100, 0.8: 39}
+SNAP = dict(window=16, kernel=5, pooling="avg")
+
+
+def golden(family: str, *files: str) -> Path:
+    for place in PLACES:
+        if all((place / family / f).exists() for f in ("config.json", "model.safetensors", *files)):
+            return place / family
+    pytest.skip(f"no golden files of {family} in {' or '.join(map(str, PLACES))}")
+
+
+@functools.cache
+def traces(folder: Path):
+    config, w = hugging_face(folder)
+    ids = np.load(folder / "logits.npz")["ids"]
+    return config, w, ids, [forward(config, w, row) for row in ids]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_logits_are_those_of_transformers(family):
+    folder = golden(family, "logits.npz")
+    saved = np.load(folder / "logits.npz")
+    _, _, _, each = traces(folder)
+    for row, trace in enumerate(each):
+        np.testing.assert_allclose(trace.logits[saved["positions"]], saved["logits"][row], atol=2e-4)
+
+
+def snap_score(trace):
+    return lambda layer: scores.snapkv(trace, layer, **SNAP)
+
+
+def ada(trace, n, *_):
+    return policies.layer_scope(trace, n, snap_score(trace), SNAP["window"], floor=0.2)
+
+
+KVPRESS = {
+    "StreamingLLM": lambda t, n, c: policies.streaming_llm(t, n, sinks=4),
+    "SnapKV": lambda t, n, c: policies.snapkv(t, n, **SNAP),
+    "TOVA": lambda t, n, c: policies.tova(t, n),
+    "KNorm": lambda t, n, c: policies.per_head(t, n, functools.partial(scores.knorm, t)),
+    "KeyDiff": lambda t, n, c: policies.per_head(t, n, functools.partial(scores.keydiff, t)),
+    "ExpectedAttention": lambda t, n, c: policies.per_head(
+        t, n, functools.partial(scores.expected_attention, t, config=c)
+    ),
+    "ObservedAttention": lambda t, n, c: policies.per_head(t, n, functools.partial(scores.observed, t)),
+    "CriticalKV_SnapKV": lambda t, n, c: policies.criticalkv(t, n, **SNAP),
+    "AdaKV_SnapKV": lambda t, n, c: ada(t, n),
+    "CriticalAdaKV_SnapKV": lambda t, n, c: policies.critical_adakv(t, n, **SNAP, heads=ada),
+    # The ratio itself, not the cut number: 200 * 0.2 is 40.
+    "PyramidKV": lambda t, n, c: policies.pyramidkv(t, 40 if n == 39 else n, **SNAP, rule=budgets.pyramid_kvpress),
+}
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("method", KVPRESS)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_kept_entries_are_those_of_kvpress(family, method, ratio):
+    folder = golden(family, "kept.json", "logits.npz")
+    want = json.loads((folder / "kept.json").read_text())["methods"][f"{method}@{ratio}"]["kept"]
+    config, _, _, each = traces(folder)
+    for row in range(len(want[0])):
+        kept = KVPRESS[method](each[row], RATIOS[ratio], config)
+        assert [[h.tolist() for h in layer] for layer in kept] == [layer[row] for layer in want]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_logits_after_pruning_are_those_of_kvpress(family):
+    folder = golden(family, "kept.json", "logits.npz")
+    want = json.loads((folder / "kept.json").read_text())["methods"]["SnapKV@0.8"]
+    config, w, ids, _ = traces(folder)
+    for row in range(2):
+        kept = [layer[row] for layer in want["kept"]]
+        logits = forward(config, w, [*ids[row], 7], kept, prompt=len(ids[row])).logits[-1]
+        np.testing.assert_allclose(logits, want["next_logits_after_token_7"][row], atol=1e-4)
+
+
+# Normalised layer errors and the budgets that follow from them at 256 per layer, https://arxiv.org/abs/2508.02401.
+COMPRESSKV = {
+    "llama-3.1-8b": (
+        """.01841 .01904 .03627 .02814 .02801 .03680 .02606 .03069 .04422 .04262 .04387 .03951 .01815 .04303 .03742 .03771
+        .03028 .03543 .03463 .03621 .04203 .02521 .03464 .03755 .03399 .02892 .02836 .03191 .02222 .01824 .02336 .00706""",
+        """164 168 292 234 233 296 219 252 350 338 346 315 162 340 300 302 249 286 280 292 333 213 280 301 276 239 235 261
+        191 163 199 83""",
+    ),
+    "mistral-7b-v0.3": (
+        """.03113 .01324 .03809 .01669 .03011 .02929 .02911 .04190 .02227 .04493 .02415 .03637 .04549 .02194 .03864 .04492
+        .03538 .02464 .04016 .03261 .03364 .03097 .03268 .02638 .03055 .03078 .03204 .01928 .03150 .02189 .02835 .04090""",
+        """255 126 305 151 248 242 241 332 192 354 205 293 358 189 309 354 286 209 320 266 273 254 266 221 251 253 262 170
+        258 189 235 325""",
+    ),
+    "qwen2.5-7b": (
+        """.01515 .02922 .05097 .03351 .05196 .04742 .02111 .03262 .05292 .04241 .02517 .04218 .04038 .02748 .05255 .03851
+        .04806 .04340 .02905 .03376 .02794 .02979 .04997 .03212 .02919 .03007 .03138 .01169""",
+        """127 215 352 242 358 329 164 237 365 298 190 297 285 204 362 274 333 304 214 244 207 219 345 233 215 221 229 105""",
+    ),
+}
+EXTREMES = {  # smallest and largest layer budget at 128, 512, 1024, 2048
+    "llama-3.1-8b": [(54, 169), (140, 712), (256, 1437), (486, 2885)],
+    "mistral-7b-v0.3": [(73, 173), (235, 732), (452, 1476), (885, 2966)],
+    "qwen2.5-7b": [(63, 174), (189, 744), (356, 1502), (692, 3019)],
+}
+
+
+@pytest.mark.parametrize("model", COMPRESSKV)
+def test_compresskv_budgets_are_the_published_ones(model):
+    shares, want = (list(map(float, text.split())) for text in COMPRESSKV[model])
+    got = budgets.compresskv(shares, 256)
+    assert got == want
+    assert sum(got) == 256 * len(shares)
+    each = [budgets.compresskv(shares, average) for average in (128, 512, 1024, 2048)]
+    np.testing.assert_allclose([(min(b), max(b)) for b in each], EXTREMES[model], atol=1)
