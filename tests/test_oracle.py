@@ -1,4 +1,4 @@
-"""The oracles against numbers that others computed: transformers' logits, kvpress 0.5.5's kept entries, CompressKV's budgets.
+"""The oracles against others' numbers: transformers' logits, kvpress 0.5.5's kept entries, CompressKV's budgets.
 
 kvpress's settings that ``kept.json`` stands for: window 16, average pooling 5. Its ratio r is the share removed, and
 floor(T (1 - r)) entries stay: 39 of 200 at 0.8. Its readings that differ from ours:
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.oracle import budgets, policies, scores
+from tests.oracle import budgets, policies, published, scores
 from tests.oracle.forward import forward, hugging_face
 
 HERE = Path(__file__).parent
@@ -99,38 +99,11 @@ def test_logits_after_pruning_are_those_of_kvpress(family):
         np.testing.assert_allclose(logits, want["next_logits_after_token_7"][row], atol=1e-4)
 
 
-# Normalised layer errors and the budgets that follow from them at 256 per layer, https://arxiv.org/abs/2508.02401.
-COMPRESSKV = {
-    "llama-3.1-8b": (
-        """.01841 .01904 .03627 .02814 .02801 .03680 .02606 .03069 .04422 .04262 .04387 .03951 .01815 .04303 .03742 .03771
-        .03028 .03543 .03463 .03621 .04203 .02521 .03464 .03755 .03399 .02892 .02836 .03191 .02222 .01824 .02336 .00706""",
-        """164 168 292 234 233 296 219 252 350 338 346 315 162 340 300 302 249 286 280 292 333 213 280 301 276 239 235 261
-        191 163 199 83""",
-    ),
-    "mistral-7b-v0.3": (
-        """.03113 .01324 .03809 .01669 .03011 .02929 .02911 .04190 .02227 .04493 .02415 .03637 .04549 .02194 .03864 .04492
-        .03538 .02464 .04016 .03261 .03364 .03097 .03268 .02638 .03055 .03078 .03204 .01928 .03150 .02189 .02835 .04090""",
-        """255 126 305 151 248 242 241 332 192 354 205 293 358 189 309 354 286 209 320 266 273 254 266 221 251 253 262 170
-        258 189 235 325""",
-    ),
-    "qwen2.5-7b": (
-        """.01515 .02922 .05097 .03351 .05196 .04742 .02111 .03262 .05292 .04241 .02517 .04218 .04038 .02748 .05255 .03851
-        .04806 .04340 .02905 .03376 .02794 .02979 .04997 .03212 .02919 .03007 .03138 .01169""",
-        """127 215 352 242 358 329 164 237 365 298 190 297 285 204 362 274 333 304 214 244 207 219 345 233 215 221 229 105""",
-    ),
-}
-EXTREMES = {  # smallest and largest layer budget at 128, 512, 1024, 2048
-    "llama-3.1-8b": [(54, 169), (140, 712), (256, 1437), (486, 2885)],
-    "mistral-7b-v0.3": [(73, 173), (235, 732), (452, 1476), (885, 2966)],
-    "qwen2.5-7b": [(63, 174), (189, 744), (356, 1502), (692, 3019)],
-}
-
-
-@pytest.mark.parametrize("model", COMPRESSKV)
+@pytest.mark.parametrize("model", published.COMPRESSKV_SHARES)
 def test_compresskv_budgets_are_the_published_ones(model):
-    shares, want = (list(map(float, text.split())) for text in COMPRESSKV[model])
+    shares = published.COMPRESSKV_SHARES[model]
     got = budgets.compresskv(shares, 256)
-    assert got == want
+    assert got == published.COMPRESSKV_BUDGETS_256[model]
     assert sum(got) == 256 * len(shares)
     each = [budgets.compresskv(shares, average) for average in (128, 512, 1024, 2048)]
-    np.testing.assert_allclose([(min(b), max(b)) for b in each], EXTREMES[model], atol=1)
+    np.testing.assert_allclose([(min(b), max(b)) for b in each], published.COMPRESSKV_EXTREMES[model], atol=1)
