@@ -1,0 +1,153 @@
+"""Times of prefill and decoding, the full cache beside a compressed one: ``python -m benchmarks.generate``.
+
+The two are measured in turn (A B A B ...) after one warm-up each, so that a slow spell of the machine meets both, and
+the median is shown. The prompt is real text: Python's language reference, repeated where it is too short.
+"""
+
+import argparse
+import dataclasses
+import functools
+import os
+import pathlib
+import platform
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+import kvec_jax as kv
+from kvec_jax.demo import reference_text
+
+_BUDGET = 256
+_DECODE_LENGTHS = 2  # decoding is measured at the longest of the lengths
+
+
+def main() -> None:
+    """Prints the machine, then a table of prefill times and one of decoding speeds."""
+    options = _options()
+    console = Console(width=100)
+    lm = kv.load(options.model, dtype=options.dtype)
+    policies = {"full": kv.FullCache(), f"snapkv {options.budget}": kv.SnapKV(budget=options.budget)}
+    console.print(_machine(options, jax.tree.leaves(lm.model)[0].dtype), highlight=False)
+
+    rows = [(length, _prefill_times(lm, length, policies, options.runs)) for length in options.lengths]
+    console.print(_table("Prefill of one prompt, seconds (compression included)", ["tokens"], rows, "{:.2f}"))
+    rows = []
+    for length in options.lengths[-_DECODE_LENGTHS:]:
+        for batch in options.batch:
+            rates = _decode_rates(lm, length, batch, policies, options)
+            rows.append((length, batch, rates))
+    console.print(_table("Decoding, tokens per second over the batch", ["tokens", "batch"], rows, "{:.1f}"))
+
+
+def _options() -> argparse.Namespace:
+    def numbers(text):
+        return sorted(int(part) for part in text.split(","))
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.generate", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--budget", type=int, default=_BUDGET, help="tokens per head (default: %(default)s)")
+    parser.add_argument("--lengths", type=numbers, default="1024,2048,4096,8000", metavar="N,N", help="prompt tokens")
+    parser.add_argument("--batch", type=numbers, default="1,8", metavar="N,N", help="batch sizes for decoding")
+    parser.add_argument("--runs", type=int, default=3, help="timed runs of each (default: %(default)s)")
+    parser.add_argument("--decode-tokens", type=int, default=32, help="tokens per run (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="1024 and 2048 tokens, batch 1, 1 run")
+    options = parser.parse_args()
+    if options.quick:
+        options.lengths, options.batch, options.runs = [1024, 2048], [1], 1
+    return options
+
+
+def _machine(options, dtype) -> str:
+    device = jax.devices()[0]
+    return (
+        f"{_processor()}, {os.cpu_count()} cores; JAX {jax.__version__} on {device.platform} ({device.device_kind}); "
+        f"Python {platform.python_version()}\n{options.model}, {dtype}, medians of {options.runs}"
+    )
+
+
+def _processor() -> str:
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _prompt(lm, length: int) -> jax.Array:
+    """Exactly ``length`` tokens of the reference, int32 [1, length]."""
+    # A token is hardly ever longer than 16 characters, and encoding all of the text takes long.
+    ids = lm.tokenizer.encode(reference_text()[: 16 * length])
+    return jnp.asarray([(ids * (length // len(ids) + 1))[:length]], jnp.int32)
+
+
+def _prefill_times(lm, length: int, policies: dict, runs: int) -> dict[str, float]:
+    tokens, lengths = _prompt(lm, length), jnp.array([length], jnp.int32)
+
+    def prefill(policy):
+        jax.block_until_ready(kv.prefill(lm.model, tokens, lengths, policy, reserve=1))
+
+    return _medians({name: functools.partial(prefill, policy) for name, policy in policies.items()}, runs)
+
+
+def _decode_rates(lm, length: int, batch: int, policies: dict, options) -> dict[str, float]:
+    tokens, lengths = _prompt(lm, length), jnp.array([length], jnp.int32)
+    steps = options.decode_tokens
+    started = {name: kv.prefill(lm.model, tokens, lengths, policy, reserve=steps) for name, policy in policies.items()}
+
+    def prepare(name):
+        logits, cache = started[name]
+        return _tiled(cache, batch), jnp.tile(logits, (batch, 1))
+
+    def decode(state):
+        cache, logits = state
+        key = jax.random.key(0)
+        jax.block_until_ready(kv.decode(lm.model, cache, logits, kv.Greedy(), key, max_new_tokens=steps))
+
+    seconds = _medians(dict.fromkeys(policies, decode), options.runs, prepare)
+    return {name: batch * steps / value for name, value in seconds.items()}
+
+
+def _tiled(cache, batch: int):
+    """A fresh copy of a one-row cache for ``batch`` rows: decoding may take over the buffers it is given."""
+
+    def tile(name, leaf):
+        axis = 1 if name in ("tail_keys", "tail_values") else 0
+        return jnp.concatenate([leaf] * batch, axis) if batch > 1 else jnp.copy(leaf)
+
+    fields = {field.name: getattr(cache, field.name) for field in dataclasses.fields(cache)}
+    tiled = {name: tile(name, leaf) for name, leaf in fields.items() if isinstance(leaf, jax.Array)}
+    return jax.block_until_ready(dataclasses.replace(cache, **tiled))
+
+
+def _medians(tasks: dict, runs: int, prepare=None) -> dict[str, float]:
+    """Median seconds of each task, in turn, after a warm-up; ``prepare(name)`` makes its argument, untimed."""
+    seconds = {name: [] for name in tasks}
+    for _ in range(runs + 1):
+        for name, task in tasks.items():
+            arguments = () if prepare is None else (prepare(name),)
+            start = time.perf_counter()
+            task(*arguments)
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values[1:]) for name, values in seconds.items()}
+
+
+def _table(title: str, headings: list[str], rows: list[tuple], form: str) -> Table:
+    """One row per setting: its numbers, the value of each policy, and the last value over the first."""
+    table = Table(title=title, title_justify="left")
+    for heading in [*headings, *rows[0][-1], "ratio"]:
+        table.add_column(heading, justify="right")
+    for *setting, values in rows:
+        first, *_, last = values.values()
+        cells = [form.format(value) for value in values.values()]
+        table.add_row(*(f"{number:,}" for number in setting), *cells, f"{last / first:.2f}")
+    return table
+
+
+if __name__ == "__main__":
+    main()

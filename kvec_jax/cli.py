@@ -1,0 +1,246 @@
+"""The command line ``kvec``: ``demo``, ``generate`` and ``models``.
+
+Whatever the user can put right (a path, a name, a number) ends as one line on stderr and exit status 2. Heavy imports
+happen inside the functions that need them, so that ``kvec --help`` answers quickly.
+"""
+
+import argparse
+import difflib
+import inspect
+import os
+import pathlib
+import re
+import sys
+from collections.abc import Iterable, Sequence
+
+from kvec_jax.errors import KvecError
+
+_DEFAULT_MODEL = "smollm2-135m"
+_DEFAULT_BUDGET = 256
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line ``argv`` (default: that of the process) and returns its exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+        sys.stdout.flush()
+        return 0
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away, as `| head` does. Python would complain once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (KvecError, ValueError, OSError, ImportError) as error:
+        print(f"kvec {arguments.command}: error: {_one_line(error)}", file=sys.stderr)
+        return 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains in one line, without the usage that argparse prints before it."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    from kvec_jax import __version__
+
+    parser = _Parser(prog="kvec", description="Key-value cache compression for long-context language models.")
+    parser.add_argument("--version", action="version", version=f"kvec_jax {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_demo(commands)
+    _add_generate(commands)
+    models = commands.add_parser("models", help="list the models known by name")
+    models.set_defaults(run=_models)
+    return parser
+
+
+def _add_demo(commands) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="hide facts in a long text, shrink the cache, ask for them",
+        description="Hides a fact at several depths of a long text and asks for it, with the full cache and with "
+        "compressed ones. The question is part of the prompt when the cache is compressed.",
+    )
+    _add_model_arguments(demo)
+    demo.add_argument("--tokens", type=int, default=2000, metavar="N", help="length of the text (default: %(default)s)")
+    demo.add_argument("--depths", type=int, default=5, metavar="N", help="places to hide at (default: %(default)s)")
+    demo.add_argument(
+        "--budgets",
+        type=lambda text: [parse_budget(part) for part in text.split(",")],
+        default="64,128,256",
+        metavar="LIST",
+        help="budgets of the compressed caches (default: %(default)s)",
+    )
+    demo.set_defaults(run=_demo)
+
+
+def _add_generate(commands) -> None:
+    generate = commands.add_parser(
+        "generate",
+        help="answer a prompt from a compressed cache",
+        description="Writes the answer to standard output and what the cache cost to standard error.",
+    )
+    generate.add_argument("prompt", help="what to ask; '-' reads it from standard input")
+    generate.add_argument("--file", metavar="PATH", help="a long text that is put before the prompt")
+    _add_model_arguments(generate)
+    generate.add_argument("--raw", action="store_true", help="give the prompt as it is, without the chat template")
+    generate.add_argument("--policy", default="full", metavar="NAME", help="full, streaming, snapkv (default: full)")
+    generate.add_argument(
+        "--budget",
+        type=parse_budget,
+        metavar="N",
+        help=f"what to keep: tokens per head, such as 256, or a share of the prompt, such as 0.25 "
+        f"(default: {_DEFAULT_BUDGET}, for policies that have one)",
+    )
+    generate.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="(default: %(default)s)")
+    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default: most likely")
+    generate.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
+    generate.add_argument("--top-p", type=float, metavar="P", help="sample from the most likely, together P")
+    generate.add_argument("--min-p", type=float, metavar="P", help="sample from those at least P times the best")
+    generate.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (default: %(default)s)")
+    generate.add_argument("--stream", action="store_true", help="write the text as it comes")
+    generate.set_defaults(run=_generate)
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        default=_DEFAULT_MODEL,
+        metavar="MODEL",
+        help="a known name, a hub id, a folder of safetensors or a .gguf file (default: %(default)s)",
+    )
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of weights and cache (default: the model's)")
+
+
+def parse_budget(text: str) -> int | float:
+    """The budget that ``text`` stands for: tokens per head, or a share of the prompt.
+
+    >>> parse_budget("256"), parse_budget("0.25")
+    (256, 0.25)
+
+    Raises:
+        argparse.ArgumentTypeError: ``text`` is not a number. The range is the policy's to check.
+    """
+    text = text.strip()
+    if re.fullmatch(r"[+-]?\d+", text):
+        return int(text)
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected a number of tokens such as 256 or a share such as 0.25, got {text!r}"
+        ) from None
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    from kvec_jax import demo
+
+    demo.run(
+        arguments.model,
+        dtype=arguments.dtype,
+        tokens=arguments.tokens,
+        depths=arguments.depths,
+        budgets=arguments.budgets,
+    )
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    # What can be wrong is looked at before the model is loaded.
+    policy = make_policy(arguments.policy, arguments.budget)
+    sampler = _sampler(arguments)
+    prompt = _prompt(arguments)
+
+    import jax
+
+    import kvec_jax as kv
+
+    model = kv.load(arguments.model, dtype=arguments.dtype)
+    output = model.generate(
+        prompt if arguments.raw else [{"role": "user", "content": prompt}],
+        policy=policy,
+        max_new_tokens=arguments.max_new_tokens,
+        sampler=sampler,
+        key=jax.random.key(arguments.seed),
+        stream=_write if arguments.stream else None,
+    )
+    print("" if arguments.stream else output.text, flush=True)
+    print(_summary(output.stats), file=sys.stderr)
+
+
+def _write(piece: str) -> None:
+    print(piece, end="", flush=True)
+
+
+def make_policy(name: str, budget: int | float | None = None):
+    """The policy called ``name``, with ``budget`` where it takes one.
+
+    Raises:
+        ValueError: No policy has that name, or this one takes no budget or not this one.
+    """
+    from kvec_jax import policies
+
+    names = list(policies.names())
+    if name not in names:
+        raise ValueError(f"unknown policy {name!r}{_suggest(name, names)}; known: {', '.join(names)}")
+    factory = policies.get(name)
+    if "budget" in inspect.signature(factory).parameters:
+        return factory(budget=_DEFAULT_BUDGET if budget is None else budget)
+    if budget is not None:
+        raise ValueError(f"policy {name!r} keeps everything and takes no --budget; name another with --policy")
+    return factory()
+
+
+def _suggest(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name.lower(), names, n=1)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def _sampler(arguments: argparse.Namespace):
+    import kvec_jax as kv
+
+    limits = {name: getattr(arguments, name) for name in ("top_k", "top_p", "min_p")}
+    limits = {name: value for name, value in limits.items() if value is not None}
+    if arguments.temperature:
+        return kv.Sample(temperature=arguments.temperature, **limits)
+    if limits:
+        flag = "--" + next(iter(limits)).replace("_", "-")
+        raise ValueError(f"{flag} needs a --temperature above 0")
+    return kv.Greedy()
+
+
+def _prompt(arguments: argparse.Namespace) -> str:
+    question = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    if arguments.file is None:
+        return question
+    try:
+        text = pathlib.Path(arguments.file).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{arguments.file}: expected text in UTF-8") from None
+    return f"{text.rstrip()}\n\n{question}"
+
+
+def _summary(stats) -> str:
+    share = stats.cache_bytes / stats.full_cache_bytes
+    return (
+        f"{stats.prompt_tokens:,} tokens read in {stats.prefill_seconds:.1f} s, {stats.new_tokens:,} written at "
+        f"{stats.tokens_per_second:.1f} a second; cache {stats.cache_bytes / 1e6:,.1f} MB, "
+        f"{share:.1%} of the full cache's {stats.full_cache_bytes / 1e6:,.1f} MB"
+    )
+
+
+def _models(arguments: argparse.Namespace) -> None:
+    raise NotImplementedError
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror.lower()}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())
