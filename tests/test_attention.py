@@ -1,0 +1,191 @@
+"""Attention over prompts and over packed rows and the tail, against plain softmax attention in float64."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvec_jax import attention, segments
+from kvec_jax.attention import cache_attention, prompt_attention
+from kvec_jax.cache import CompressedKV
+from tests.oracle.forward import attend
+
+SHAPES = [(2, 1, 16), (2, 3, 64), (1, 4, 16), (1, 8, 64)]  # K, G, D
+SCALE = 0.3
+
+
+def normal(rng, *shape):
+    return rng.normal(size=shape).astype(np.float32)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Many blocks, the last ones partial, at sizes that are quick."""
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 16)
+    monkeypatch.setattr(attention, "KEY_BLOCK", 24)
+    monkeypatch.setattr(segments, "EQUAL_BLOCK", 8)
+    monkeypatch.setattr(segments, "RAGGED_BLOCK", 8)
+    monkeypatch.setattr(segments, "RAGGED_BATCH", 3)
+
+
+@pytest.mark.parametrize("reach", [None, 1, 9, 1000])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_prompt(small_blocks, shape, reach):
+    (K, G, D), T, lengths = shape, 75, [75, 41, 3]
+    rng = np.random.default_rng(0)
+    q, k, v = normal(rng, 3, K * G, T, D), normal(rng, 3, K, T, D), normal(rng, 3, K, T, D)
+    traced = None if reach is None else jnp.int32(reach)
+    got = jax.jit(lambda *a: prompt_attention(*a, scale=SCALE, reach=traced))(q, k, v, jnp.array(lengths))
+    back = np.arange(T)[:, None] - np.arange(T)
+    allowed = np.broadcast_to((back >= 0) & (back < (reach or T)), (K, T, T))
+    for row, length in enumerate(lengths):
+        want, _ = attend(*(x[row].astype(np.float64) for x in (q, k, v)), SCALE, allowed)
+        np.testing.assert_allclose(got[row, :, :length], want[:, :length], atol=2e-5)
+
+
+def test_prompt_of_one_block_and_in_default_blocks_are_the_same(monkeypatch):
+    rng = np.random.default_rng(1)
+    q, k, v = normal(rng, 1, 4, 700, 16), normal(rng, 1, 2, 700, 16), normal(rng, 1, 2, 700, 16)
+    blocks = prompt_attention(q, k, v, jnp.array([700]), scale=SCALE)
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 1024)
+    monkeypatch.setattr(attention, "KEY_BLOCK", 1024)
+    np.testing.assert_allclose(blocks, prompt_attention(q, k, v, jnp.array([700]), scale=SCALE), atol=1e-5)
+
+
+def build(rng, counts, D, segment_rows, tail_length, tail_capacity, dtype=np.float32, spare=5):
+    """A cache with random rows, ``counts`` [B, L, K], and rubbish wherever nothing may be read."""
+    B, L, K = counts.shape
+    positions_end = 200
+    starts = np.zeros_like(counts)
+    for b in range(B):
+        at = 0
+        for i in np.ndindex(L, K):
+            starts[(b, *i)] = at
+            at += segment_rows or counts[(b, *i)]
+    P = L * K * segment_rows if segment_rows else int(counts.sum(axis=(1, 2)).max()) + spare
+    keys, values = normal(rng, B, P, D) * 50, np.full((B, P, D), 1e4, np.float32)
+    positions = np.full((B, P), 7, np.int32)
+    for i in np.ndindex(B, L, K):
+        n, own = counts[i], slice(starts[i], starts[i] + counts[i])
+        keys[i[0], own], values[i[0], own] = normal(rng, n, D), normal(rng, n, D)
+        positions[i[0], own] = np.sort(rng.choice(positions_end, n, replace=False))
+    tail_shape = (L, B, K, tail_capacity, D)
+    fields = dict(
+        keys=keys.astype(dtype),
+        values=values.astype(dtype),
+        positions=positions,
+        starts=starts.astype(np.int32),
+        counts=counts.astype(np.int32),
+        tail_keys=normal(rng, *tail_shape).astype(dtype),
+        tail_values=normal(rng, *tail_shape).astype(dtype),
+        tail_length=np.array(tail_length, np.int32),
+        next_position=np.array(tail_length, np.int32) + positions_end,
+        segment_rows=segment_rows,
+    )
+    return CompressedKV(**{n: x if n == "segment_rows" else jnp.asarray(x) for n, x in fields.items()})
+
+
+def expected(queries, cache, layer, row, reach):
+    """Attention of one row's new tokens in float64, over lists of the rows that they may see."""
+    N, Q, D = queries.shape[1:]
+    K = cache.counts.shape[2]
+    out = np.zeros((N, Q, D))
+    used, position = int(cache.tail_length[row]), int(cache.next_position[row])
+    for n in range(N):
+        h = n // (N // K)
+        own = slice(int(cache.starts[row, layer, h]), int(cache.starts[row, layer, h] + cache.counts[row, layer, h]))
+        for q in range(Q):
+            k, v, at = (np.asarray(x[row, own], np.float64) for x in (cache.keys, cache.values, cache.positions))
+            tail = slice(0, used + q + 1)
+            k = np.concatenate([k, np.asarray(cache.tail_keys[layer, row, h, tail], np.float64)])
+            v = np.concatenate([v, np.asarray(cache.tail_values[layer, row, h, tail], np.float64)])
+            at = np.concatenate([at, position - used + np.arange(used + q + 1)])
+            seen = (at > position + q - (reach or 10**6))[None, None]
+            one = np.asarray(queries[row, n : n + 1, q : q + 1], np.float64)
+            out[n, q] = attend(one, k[None], v[None], SCALE, seen)[0][0, 0]
+    return out
+
+
+def counts_of(kind, L, K, rng):
+    counts = rng.integers(0, 40, size=(3, L, K))
+    if kind == "some empty":
+        counts[0, :, 0] = 0
+        counts[1] = 0
+    elif kind == "one long":
+        counts[:] = 1
+        counts[0, 0, 0] = 190
+    return counts
+
+
+@pytest.mark.parametrize("reach", [None, 25])
+@pytest.mark.parametrize("kind", ["random", "some empty", "one long"])
+@pytest.mark.parametrize("layout", ["ragged", "equal"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_packed_rows_and_tail(small_blocks, shape, layout, kind, reach):
+    (K, G, D), L, Q = shape, 2, 3
+    rng = np.random.default_rng(2)
+    counts = counts_of(kind, L, K, rng)
+    cache = build(rng, counts, D, int(counts.max()) if layout == "equal" else 0, [0, 4, 31], 40)
+    queries = jnp.asarray(normal(rng, 3, K * G, Q, D))
+    traced = None if reach is None else jnp.int32(reach)
+    run = jax.jit(lambda q, c, i: cache_attention(q, c, i, scale=SCALE, reach=traced))
+    for layer in range(L):
+        got = run(queries, cache, layer)
+        for row in range(3):
+            np.testing.assert_allclose(got[row], expected(queries, cache, layer, row, reach), atol=2e-5)
+
+
+@pytest.mark.parametrize("segment_rows", [0, 300])
+def test_block_sizes_as_they_are(segment_rows):
+    rng = np.random.default_rng(3)
+    counts = rng.integers(0, 180, size=(2, 1, 2))
+    cache = build(rng, counts, 16, segment_rows, [3, 9], 16)
+    queries = jnp.asarray(normal(rng, 2, 6, 2, 16))
+    got = cache_attention(queries, cache, 0, scale=SCALE)
+    for row in range(2):
+        np.testing.assert_allclose(got[row], expected(queries, cache, 0, row, None), atol=2e-5)
+
+
+def test_a_pool_with_no_rows_at_all():
+    rng = np.random.default_rng(4)
+    cache = build(rng, np.zeros((1, 1, 2), int), 16, 0, [2], 8, spare=0)
+    assert cache.keys.shape[1] == 0
+    queries = jnp.asarray(normal(rng, 1, 4, 1, 16))
+    got = cache_attention(queries, cache, 0, scale=SCALE)
+    np.testing.assert_allclose(got[0], expected(queries, cache, 0, 0, None), atol=2e-5)
+
+
+@pytest.mark.parametrize("segment_rows", [0, 64])
+def test_rows_beyond_a_segment_may_hold_anything(segment_rows):
+    rng = np.random.default_rng(5)
+    counts = rng.integers(1, 60, size=(2, 2, 2))
+    cache = build(rng, counts, 16, segment_rows, [1, 5], 9)
+    own = np.zeros(cache.positions.shape, bool)
+    for b, i, h in np.ndindex(counts.shape):
+        own[b, int(cache.starts[b, i, h]) :][: counts[b, i, h]] = True
+    rubbish = jnp.where(jnp.asarray(own)[..., None], cache.keys, 3e4)
+    other = dataclasses.replace(cache, keys=rubbish, values=jnp.where(own[..., None], cache.values, -7e3))
+    queries = jnp.asarray(normal(rng, 2, 4, 2, 16))
+    for layer in range(2):
+        run = jax.jit(lambda c, i=layer: cache_attention(queries, c, i, scale=SCALE))
+        np.testing.assert_array_equal(run(cache), run(other))
+
+
+@pytest.mark.parametrize("segment_rows", [0, 64])
+def test_bfloat16_keeps_its_type_and_is_close(segment_rows):
+    rng = np.random.default_rng(6)
+    cache = build(rng, rng.integers(0, 60, size=(1, 1, 2)), 16, segment_rows, [5], 16, dtype=jnp.bfloat16)
+    queries = jnp.asarray(normal(rng, 1, 4, 2, 16)).astype(jnp.bfloat16)
+    got = cache_attention(queries, cache, 0, scale=SCALE)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got[0].astype(jnp.float32), expected(queries, cache, 0, 0, None), atol=0.03)
+
+
+def test_a_padded_prompt_forms_no_matrix_of_all_pairs():
+    B, N, K, T, D = 1, 4, 2, 4096, 16
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((B, N, T, D), (B, K, T, D), (B, K, T, D))]
+    lengths = jax.ShapeDtypeStruct((B,), jnp.int32)
+    compiled = jax.jit(lambda *a: prompt_attention(*a, scale=SCALE)).lower(*shapes, lengths).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < T * T
