@@ -31,6 +31,7 @@ class ModelConfig:
         local_rope: Rotation of the local layers; ``None`` means the same as ``rope``.
         sliding_window: Tokens that a local layer sees, itself included; ``None`` where no layer is local.
         local_layers: Indices of the layers with a sliding window.
+        no_rope_layers: Indices of the layers that don't rotate queries and keys (SmolLM3).
         eos_token_ids: Tokens that end a generation.
         bos_token_id: Token that begins a text, if the model has one.
     """
@@ -56,6 +57,7 @@ class ModelConfig:
     local_rope: Rope | None = None
     sliding_window: int | None = None
     local_layers: tuple[int, ...] = ()
+    no_rope_layers: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
@@ -75,8 +77,13 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim: expected an even number, got {self.head_dim}")
+        if self.hidden_act not in ("silu", "gelu_tanh"):
+            raise ValueError(f"hidden_act: expected 'silu' or 'gelu_tanh', got {self.hidden_act!r}")
         if self.local_layers and not self.sliding_window:
             raise ValueError("local_layers needs sliding_window")
+        for name in ("local_layers", "no_rope_layers"):
+            if any(not 0 <= layer < self.num_hidden_layers for layer in getattr(self, name)):
+                raise ValueError(f"{name}: expected indices below {self.num_hidden_layers}, got {getattr(self, name)}")
 
     @property
     def groups(self) -> int:
@@ -87,6 +94,12 @@ class ModelConfig:
     def scale(self) -> float:
         """Factor on the logits of attention."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    def with_context(self, max_context: int) -> "ModelConfig":
+        """The same configuration with a context of ``max_context`` tokens, which may not be longer than it is."""
+        if not isinstance(max_context, int) or not 1 <= max_context <= self.max_position_embeddings:
+            raise ValueError(f"max_context: expected 1 to {self.max_position_embeddings}, got {max_context!r}")
+        return dataclasses.replace(self, max_position_embeddings=max_context)
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes that one token's keys and values take over all layers, uncompressed."""

@@ -134,16 +134,26 @@ class Rotation:
     """
 
     def __init__(self, config: ModelConfig, positions: Array):
-        self._global = angles(positions, config.rope.inverse_frequencies(config.head_dim))
+        self._config = config
+        self._global = angles(positions, config.rope, config.head_dim)
         local = config.local_rope or config.rope
-        self._local = None if local == config.rope else angles(positions, local.inverse_frequencies(config.head_dim))
+        self._local = None if local == config.rope else angles(positions, local, config.head_dim)
 
-    def __call__(self, x: Array, is_local: Array) -> Array:
-        """Rotates ``x`` [B, heads, T, D]; ``is_local`` is a scalar bool, traced."""
+    def __call__(self, x: Array, is_local: Array, layer: Array | None = None) -> Array:
+        """Rotates ``x`` [B, heads, T, D]; ``is_local`` is a scalar bool, ``layer`` a scalar int32, both may be traced.
+
+        ``layer`` is needed only where the model has layers without rotation (``config.no_rope_layers``).
+        """
         cos, sin = self._global
         if self._local is not None:
-            cos, sin = (jnp.where(is_local, a, b) for a, b in zip(self._local, self._global))
-        return rotate(x, cos, sin)
+            cos, sin = (jnp.where(is_local, a, b) for a, b in zip(self._local, self._global, strict=True))
+        rotated = rotate(x, cos, sin)
+        if not self._config.no_rope_layers:
+            return rotated
+        if layer is None:
+            raise ValueError("layer: a model with no_rope_layers needs the layer's index to rotate")
+        plain = jnp.isin(layer, jnp.asarray(self._config.no_rope_layers, jnp.int32))
+        return jnp.where(plain, x, rotated)
 
 
 def _split_heads(x: Array, head_dim: int) -> Array:

@@ -1,0 +1,128 @@
+"""From a name or a path to a model and its tokenizer."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+
+from kvec_jax.errors import LoadError
+from kvec_jax.models import gguf, huggingface, sources
+from kvec_jax.models.gguf_file import read_gguf
+from kvec_jax.models.registry import KNOWN_MODELS
+from kvec_jax.models.safetensors_file import read_folder
+from kvec_jax.models.tokenizer import Tokenizer
+from kvec_jax.models.transformer import Transformer
+from kvec_jax.models.weights import load_weights, resolve_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run.
+
+    Attributes:
+        model: Its parameters and configuration.
+        tokenizer: ``None`` for a folder without ``tokenizer.json``.
+        name: What was asked for.
+    """
+
+    model: Transformer
+    tokenizer: Tokenizer | None
+    name: str
+
+
+def load_model(
+    name_or_path: str | os.PathLike,
+    *,
+    dtype=None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    max_context: int | None = None,
+) -> LoadedModel:
+    """Loads a model and its tokenizer.
+
+    Args:
+        name_or_path: A known name (``"smollm2-135m"``), a folder with ``config.json`` and safetensors, a ``.gguf``
+            file, or a repository on the Hugging Face hub (``"Qwen/Qwen3-0.6B"``).
+        dtype: Of the matrices: float32 or bfloat16, as a string or dtype. ``None`` means float32 on CPU and bfloat16
+            on an accelerator. Norms are float32.
+        revision: Branch, tag or commit on the hub.
+        token: For the hub; ``None`` takes the one stored by ``hf auth login``.
+        max_context: Shortens the context. LongRoPE models (Phi-3) have one set of frequencies for their original
+            context and one for the long; the context decides which is taken, for all positions.
+
+    Returns:
+        The model on JAX's default device, its tokenizer and its name.
+
+    Raises:
+        LoadError: When nothing is found, or a file is damaged or doesn't fit its configuration.
+        UnsupportedError: When the model asks for something that isn't done here.
+        ValueError: For another dtype, or a context out of range.
+    """
+    dtype = resolve_dtype(dtype)
+    name = os.fspath(name_or_path)
+    path = _locate(name, revision, token)
+    if path.is_dir():
+        config, tensors, rules, tokenizer = _open_folder(path, max_context)
+    else:
+        config, tensors, rules, tokenizer = _open_gguf(path, max_context)
+    return LoadedModel(load_weights(config, tensors, rules, dtype, str(path)), tokenizer, name)
+
+
+def _locate(name: str, revision, token) -> pathlib.Path:
+    """The file or folder that ``name`` means."""
+    path = pathlib.Path(name).expanduser()
+    if name in KNOWN_MODELS and not path.exists():
+        return sources.find_model(name, revision=revision, token=token)
+    if path.is_dir():
+        return path
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise LoadError(f"{path}: expected a folder or a .gguf file")
+        return path
+    looks_local = path.suffix in (".gguf", ".safetensors", ".json") or path.is_absolute() or name.startswith((".", "~"))
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not looks_local:
+        try:
+            return sources.hub_folder(name, revision=revision, token=token)
+        except LoadError as error:
+            raise LoadError(
+                f"{name}: no such folder here, and it can't be had from the Hugging Face hub: {error}"
+            ) from error
+    raise LoadError(f"{name}: no such file or folder; known models: {', '.join(KNOWN_MODELS)}")
+
+
+def _open_gguf(path: pathlib.Path, max_context):
+    file = read_gguf(path)
+    config = gguf.config_from_gguf(file)
+    if max_context is not None:
+        config = config.with_context(max_context)
+    return config, file.tensors, gguf.gguf_rules(config), Tokenizer.from_gguf(file.metadata)
+
+
+def _open_folder(folder: pathlib.Path, max_context):
+    settings = _json(folder / "config.json")
+    generation_file = folder / "generation_config.json"
+    generation = _json(generation_file) if generation_file.is_file() else None
+    try:
+        config = huggingface.config_from_hf(settings, generation, max_context=max_context)
+    except LoadError as error:
+        raise LoadError(f"{folder / 'config.json'}: {error}") from error
+    tokenizer = None
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.from_folder(folder, config.eos_token_ids, config.bos_token_id)
+    return config, read_folder(folder), huggingface.hf_rules(config), tokenizer
+
+
+def _json(path: pathlib.Path) -> dict:
+    if not path.is_file():
+        raise LoadError(f"{path.parent}: no {path.name} in this folder")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise LoadError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise LoadError(f"{path}: expected a JSON object")
+    return content
+
+
+__all__ = ["LoadedModel", "load_model"]
