@@ -1,0 +1,1 @@
+"""The decoder, and everything between a name or a path and a loaded one."""

@@ -21,7 +21,8 @@ def render_chat(
         template: Jinja source, as published with the model.
         messages: Each with ``role`` and ``content``.
         add_generation_prompt: Whether the prompt ends where the assistant begins to speak.
-        bos_token, eos_token: As the template's variables of these names.
+        bos_token: The template's variable of this name, a token as it is written.
+        eos_token: The same.
         **variables: Further ones, such as ``tools`` or ``enable_thinking``.
 
     Returns:

@@ -6,6 +6,7 @@ small models, where the loops below take a fraction of one.
 
 import dataclasses
 import functools
+import math
 import mmap
 import pathlib
 import struct
@@ -41,7 +42,7 @@ def read_gguf(path) -> GgufFile:
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(path, data)
-    except (struct.error, IndexError, UnicodeDecodeError, OverflowError) as error:
+    except (struct.error, IndexError, UnicodeDecodeError, ArithmeticError, TypeError, RecursionError) as error:
         raise LoadError(f"{path}: the GGUF header is damaged or cut off ({error})") from error
     except (OSError, ValueError) as error:
         if isinstance(error, LoadError):
@@ -122,14 +123,14 @@ def _tensor(path, name: str, shape: tuple[int, ...], kind: int, offset: int, fil
     block, block_bytes = gguf.GGML_QUANT_SIZES[quantisation]
     if not shape or shape[-1] % block:
         raise LoadError(f"{path}: tensor {name} of shape {list(shape)} doesn't consist of blocks of {block}")
-    row_bytes = shape[-1] // block * block_bytes if len(shape) > 1 else block_bytes // block
     if len(shape) == 1 and block != 1:
         raise UnsupportedError(f"{path}: the vector {name} is quantised ({quantisation.name})")
-    rows = int(np.prod(shape[:-1])) if len(shape) > 1 else shape[0]
-    if offset + rows * row_bytes > file_size:
-        raise LoadError(
-            f"{path}: cut off: tensor {name} ends at byte {offset + rows * row_bytes}, the file at {file_size}"
-        )
+    # The rows are those of the first axis, so that any tensor can be read a few rows at a time.
+    rows, row_elements = shape[0], math.prod(shape[1:])
+    row_bytes = row_elements // block * block_bytes
+    end = offset + rows * row_bytes
+    if end > file_size:
+        raise LoadError(f"{path}: cut off: tensor {name} ends at byte {end}, the file at {file_size}")
     return StoredTensor(shape, functools.partial(_read, path, name, shape, quantisation, offset, row_bytes))
 
 
@@ -143,7 +144,5 @@ def _read(path, name: str, shape, quantisation, offset: int, row_bytes: int, fir
     try:
         values = gguf.quants.dequantize(raw.reshape(last - first, row_bytes), quantisation)
     except NotImplementedError as error:
-        raise UnsupportedError(
-            f"{path}: tensor {name} is stored as {quantisation.name}, which can't be read"
-        ) from error
+        raise UnsupportedError(f"{path}: tensor {name}: {quantisation.name} can't be dequantised") from error
     return values.reshape(last - first, *shape[1:])

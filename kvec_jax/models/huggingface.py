@@ -116,9 +116,8 @@ def config_from_hf(
     settings = dict(config_json)
     if "text_config" in settings:
         text = settings.pop("text_config")
-        outer = {
-            key: settings[key] for key in ("eos_token_id", "bos_token_id", "tie_word_embeddings") if key in settings
-        }
+        shared = ("eos_token_id", "bos_token_id", "tie_word_embeddings")
+        outer = {key: settings[key] for key in shared if key in settings}
         settings = {**outer, **text, "model_type": "gemma3_text"}
     settings = {**family.defaults, **settings}
     _refuse(settings)

@@ -8,6 +8,7 @@ import re
 
 from kvec_jax.errors import LoadError
 from kvec_jax.models import gguf, huggingface, sources
+from kvec_jax.models.checkpoint import SETTINGS, load_checkpoint
 from kvec_jax.models.gguf_file import read_gguf
 from kvec_jax.models.registry import KNOWN_MODELS
 from kvec_jax.models.safetensors_file import read_folder
@@ -43,7 +44,8 @@ def load_model(
 
     Args:
         name_or_path: A known name (``"smollm2-135m"``), a folder with ``config.json`` and safetensors, a ``.gguf``
-            file, or a repository on the Hugging Face hub (``"Qwen/Qwen3-0.6B"``).
+            file, a folder written by ``save_checkpoint``, or a repository on the Hugging Face hub
+            (``"Qwen/Qwen3-0.6B"``).
         dtype: Of the matrices: float32 or bfloat16, as a string or dtype. ``None`` means float32 on CPU and bfloat16
             on an accelerator. Norms are float32.
         revision: Branch, tag or commit on the hub.
@@ -62,6 +64,11 @@ def load_model(
     dtype = resolve_dtype(dtype)
     name = os.fspath(name_or_path)
     path = _locate(name, revision, token)
+    if (path / SETTINGS).is_file():
+        if max_context is not None:
+            raise ValueError("max_context: a checkpoint keeps the context with which its model was loaded")
+        model, tokenizer = load_checkpoint(path, dtype=dtype)
+        return LoadedModel(model, tokenizer, name)
     if path.is_dir():
         config, tensors, rules, tokenizer = _open_folder(path, max_context)
     else:

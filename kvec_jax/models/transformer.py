@@ -26,7 +26,7 @@ class Block(nnx.Module):
 
     Every parameter has a leading layer axis L; ``lax.scan`` over the block takes it away. Projections are stored
     ``[in, out]``, heads flattened into the ``out`` axis (into ``in`` for ``o_proj``), so query head n is columns
-    ``[n * D, (n + 1) * D)``. Norm weights are float32 and multiply directly (Gemma's ``1 +`` is folded in when loading).
+    ``[n * D, (n + 1) * D)``. Norm weights are float32 and multiply directly (Gemma's ``1 +`` is folded in at load).
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):

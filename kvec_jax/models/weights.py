@@ -137,19 +137,13 @@ def _plan(config, tensors, rules: Rules, expected, where: str) -> dict[str, list
         short = re.sub(f"^(?:{rules.prefix})", "", name) if rules.prefix else name
         if any(re.fullmatch(pattern, short) for pattern in rules.ignored):
             continue
-        found = next(((match, parts) for regex, parts in compiled if (match := regex.fullmatch(short))), None)
-        layer = int(found[0]["layer"]) if found and "layer" in found[0].groupdict() else None
-        if (
-            found is None
-            or (layer or 0) >= config.num_hidden_layers
-            or not all(p.parameter in writes for p in found[1])
-        ):
+        layer, parts = _match(short, compiled)
+        if not parts or (layer or 0) >= config.num_hidden_layers or any(p.parameter not in writes for p in parts):
             problems.append(f"unexpected tensor {name}, of shape {list(tensor.shape)}")
             continue
-        for part in found[1]:
-            wanted = _stored_shape(part.parameter, expected[part.parameter].shape)
-            if (problem := _shape_problem(name, tensor, part, wanted)) is not None:
-                problems.append(problem)
+        if tensor.shape != (wanted := _stored_shape(parts, expected)):
+            problems.append(f"{name} has shape {list(tensor.shape)}, expected {list(wanted)}")
+        for part in parts:
             writes[part.parameter].append(_Write(layer, tensor, part))
     problems += _missing(config, rules, writes)
     if problems:
@@ -158,24 +152,26 @@ def _plan(config, tensors, rules: Rules, expected, where: str) -> dict[str, list
     return writes
 
 
+def _match(name: str, compiled) -> tuple[int | None, tuple[Part, ...]]:
+    """The layer (``None``: no layer's) and the parts of the tensor ``name``; no parts where no rule has the name."""
+    for regex, parts in compiled:
+        if (match := regex.fullmatch(name)) is not None:
+            layer = match.groupdict().get("layer")
+            return None if layer is None else int(layer), parts
+    return None, ()
+
+
 def _as_regex(name: str) -> str:
     return re.escape(name).replace(re.escape("{layer}"), r"(?P<layer>\d+)")
 
 
-def _stored_shape(parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of one layer's share of a parameter, as files store it."""
+def _stored_shape(parts: tuple[Part, ...], expected) -> tuple[int, ...]:
+    """The shape that a file must give to the tensor with these parts; fused parts lie one below the other."""
+    parameter, rows = parts[-1].parameter, parts[-1].rows
+    shape = expected[parameter].shape
     shape = shape[1:] if parameter.startswith("layers.") else shape
-    return shape[::-1] if _is_matrix(parameter) else shape
-
-
-def _shape_problem(name: str, tensor: StoredTensor, part: Part, wanted: tuple[int, ...]) -> str | None:
-    got = tensor.shape
-    if part.rows is not None and got and part.rows[1] <= got[0]:
-        got = (part.rows[1] - part.rows[0], *got[1:])
-    if got == wanted:
-        return None
-    rows = "" if part.rows is None else f" in rows {part.rows[0]} to {part.rows[1]}"
-    return f"{name} has shape {list(tensor.shape)}, expected {list(wanted)}{rows}"
+    shape = shape[::-1] if _is_matrix(parameter) else shape
+    return shape if rows is None else (rows[1], *shape[1:])
 
 
 def _missing(config, rules: Rules, writes) -> Iterable[str]:

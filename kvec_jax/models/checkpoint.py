@@ -1,0 +1,119 @@
+"""Saves a loaded model with orbax, and loads it again: parameters, configuration and tokenizer in one folder.
+
+``parameters/`` is orbax's; ``kvec_model.json`` holds the configuration and the tokenizer's settings, and is written
+last, so that a folder without it is not a checkpoint; ``tokenizer.json`` is in the usual format.
+"""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+from flax import nnx
+
+from kvec_jax.errors import LoadError
+from kvec_jax.models.config import ModelConfig
+from kvec_jax.models.rope import Rope
+from kvec_jax.models.tokenizer import Tokenizer
+from kvec_jax.models.transformer import Transformer
+from kvec_jax.models.weights import resolve_dtype
+
+SETTINGS = "kvec_model.json"
+_FORMAT = 1
+
+
+def save_checkpoint(path, model: Transformer, tokenizer: Tokenizer | None = None) -> None:
+    """Writes ``model`` and ``tokenizer`` into the folder ``path``, which must not exist or be empty.
+
+    Raises:
+        FileExistsError: When there is something in it already.
+    """
+    import orbax.checkpoint
+
+    folder = pathlib.Path(path).expanduser().absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder}: already there; a checkpoint is never overwritten")
+    folder.mkdir(parents=True, exist_ok=True)
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "parameters", _by_name(model))
+    settings = {"format": _FORMAT, "config": dataclasses.asdict(model.config), "tokenizer": None}
+    if tokenizer is not None:
+        tokenizer.save(folder / "tokenizer.json")
+        settings["tokenizer"] = tokenizer.settings()
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def load_checkpoint(path, *, dtype=None) -> tuple[Transformer, Tokenizer | None]:
+    """Reads what ``save_checkpoint`` wrote.
+
+    Args:
+        path: The folder.
+        dtype: Of the matrices, as for ``load_model``; it may differ from the one that was saved.
+
+    Raises:
+        LoadError: When the folder isn't a checkpoint, or is damaged.
+    """
+    folder = pathlib.Path(path).expanduser().absolute()
+    settings = _read_settings(folder)
+    try:
+        config = _config(settings["config"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise LoadError(f"{folder / SETTINGS}: the configuration is damaged ({error})") from error
+    model = _restore(folder / "parameters", config, resolve_dtype(dtype))
+    tokenizer = None
+    if settings.get("tokenizer") is not None:
+        tokenizer = Tokenizer.from_file(folder / "tokenizer.json", **settings["tokenizer"])
+    return model, tokenizer
+
+
+def _by_name(model: Transformer) -> dict[str, jax.Array]:
+    return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model))}
+
+
+def _restore(folder: pathlib.Path, config: ModelConfig, dtype) -> Transformer:
+    import orbax.checkpoint
+
+    abstract = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), dtype=dtype))
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for name, leaf in _by_name(abstract).items()
+    }
+    try:
+        with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+            values = checkpointer.restore(folder, wanted)
+    except Exception as error:  # orbax and its storage raise many kinds
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise LoadError(f"{folder}: the checkpoint is damaged or doesn't fit its configuration ({first})") from error
+    graph, state = nnx.split(abstract)
+    flat = [(path, leaf.replace(values[".".join(map(str, path))])) for path, leaf in nnx.to_flat_state(state)]
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def _read_settings(folder: pathlib.Path) -> dict:
+    path = folder / SETTINGS
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        form = settings["format"]
+    except OSError as error:
+        raise LoadError(f"{folder}: not a checkpoint (no readable {SETTINGS})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise LoadError(f"{path}: damaged ({error!r})") from error
+    if form != _FORMAT:
+        raise LoadError(f"{path}: written in format {form!r}; this version reads format {_FORMAT}")
+    return settings
+
+
+def _config(values: dict) -> ModelConfig:
+    """The dataclass from its JSON: lists become tuples, RoPE settings become ``Rope``."""
+
+    def hashable(value):
+        return tuple(value) if isinstance(value, list) else value
+
+    fields = {key: hashable(value) for key, value in values.items()}
+    for key in ("rope", "local_rope"):
+        if fields[key] is not None:
+            fields[key] = Rope(**{name: hashable(value) for name, value in fields[key].items()})
+    return ModelConfig(**fields)
+
+
+__all__ = ["SETTINGS", "load_checkpoint", "save_checkpoint"]
