@@ -1,3 +1,24 @@
 """kvec_jax: key-value cache compression for long-context language models, in JAX."""
 
+from kvec_jax.cache import CompressedKV as CompressedKV
+from kvec_jax.errors import KvecError as KvecError
+from kvec_jax.errors import LoadError as LoadError
+from kvec_jax.errors import UnsupportedError as UnsupportedError
+from kvec_jax.extend import extend as extend
+from kvec_jax.generate import decode as decode
+from kvec_jax.generate import generate as generate
+from kvec_jax.models.config import ModelConfig as ModelConfig
+from kvec_jax.models.transformer import Transformer as Transformer
+from kvec_jax.policies import Even as Even
+from kvec_jax.policies import FullCache as FullCache
+from kvec_jax.policies import Observation as Observation
+from kvec_jax.policies import Policy as Policy
+from kvec_jax.policies import SnapKV as SnapKV
+from kvec_jax.policies import Stateless as Stateless
+from kvec_jax.policies import StreamingLLM as StreamingLLM
+from kvec_jax.policies import WindowAttention as WindowAttention
+from kvec_jax.prefill import prefill as prefill
+from kvec_jax.sampling import Greedy as Greedy
+from kvec_jax.sampling import Sample as Sample
+
 __version__ = "0.1.0"

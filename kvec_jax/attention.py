@@ -101,6 +101,10 @@ def _attend_tail(
     block = min(KEY_BLOCK, R)
     visible = cache.tail_length[:, None] + steps + 1  # [B, G * Q]
     first_position = cache.next_position - cache.tail_length
+    B, K, _, D = queries.shape
+
+    def slab(tail, start):
+        return lax.dynamic_slice(tail, (layer, 0, 0, start, 0), (1, B, K, block, D))[0]
 
     def fetch(i):
         start = jnp.minimum(i * block, R - block)
@@ -108,10 +112,7 @@ def _attend_tail(
         mask = (at >= i * block) & (at < visible[..., None])
         if oldest is not None:
             mask &= first_position[:, None, None] + at >= oldest[..., None]
-        keys, values = (
-            lax.dynamic_index_in_dim(x, layer, 0, keepdims=False) for x in (cache.tail_keys, cache.tail_values)
-        )
-        return _rows(keys, start, block), _rows(values, start, block), mask[:, None]
+        return slab(cache.tail_keys, start), slab(cache.tail_values, start), mask[:, None]
 
     last = -(-jnp.minimum(jnp.max(visible), R) // block)
     return attend_blocks(queries, fetch, 0, last, scale)

@@ -1,0 +1,59 @@
+"""Checks of what users pass to the steps; each raises at the call, with what was expected and what came."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvec_jax.models.config import ModelConfig
+from kvec_jax.policies.base import Policy
+from kvec_jax.typing import Array
+
+
+def check_policy(policy) -> None:
+    """Raises unless ``policy`` is a ``Policy``."""
+    if not isinstance(policy, Policy):
+        raise TypeError(f"policy: expected a Policy such as kvec_jax.SnapKV(256), got {policy!r}")
+
+
+def check_tokens(config: ModelConfig, tokens, lengths) -> tuple[Array, Array]:
+    """Checks a right-padded batch [B, T] and its lengths [B]; returns both as int32 arrays."""
+    tokens = check_token_array(tokens)
+    B, T = tokens.shape
+    if T > config.max_position_embeddings:
+        raise ValueError(f"tokens: expected at most {config.max_position_embeddings} (the model's context), got {T}")
+    lengths = check_lengths(lengths, B, 1, T)
+    _check_range("tokens", tokens, 0, config.vocab_size - 1)
+    return tokens, lengths
+
+
+def check_token_array(tokens) -> Array:
+    """Checks that ``tokens`` are integers [rows, columns], at least one of each."""
+    tokens = jnp.asarray(tokens)
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens: expected integers of shape [B, T], got {tokens.dtype} {list(tokens.shape)}")
+    if 0 in tokens.shape:
+        raise ValueError(f"tokens: expected at least one row and one token, got shape {list(tokens.shape)}")
+    return tokens.astype(jnp.int32)
+
+
+def check_lengths(lengths, batch: int, low: int, high: int) -> Array:
+    """Checks integers [batch] from ``low`` to ``high``."""
+    lengths = jnp.asarray(lengths)
+    if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(f"lengths: expected {batch} integers, got {lengths.dtype} {list(lengths.shape)}")
+    _check_range("lengths", lengths, low, high)
+    return lengths.astype(jnp.int32)
+
+
+def check_count(name: str, value, low: int) -> None:
+    """Raises unless ``value`` is an int of at least ``low``."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
+        raise ValueError(f"{name}: expected an integer, {low} or more, got {value!r}")
+
+
+def _check_range(name: str, values: Array, low: int, high: int) -> None:
+    if isinstance(values, jax.core.Tracer):  # under jit only shapes can be checked
+        return
+    values = np.asarray(values)
+    if values.min() < low or values.max() > high:
+        raise ValueError(f"{name}: expected {low} to {high}, got {values.min()} to {values.max()}")

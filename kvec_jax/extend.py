@@ -1,0 +1,125 @@
+"""New tokens on top of a compressed cache: a question, a turn of a chat, or the one token of a decoding step."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvec_jax.attention import cache_attention
+from kvec_jax.cache import CompressedKV
+from kvec_jax.checks import check_lengths, check_token_array
+from kvec_jax.models.transformer import Rotation, Transformer
+from kvec_jax.prefill import layer_inputs, layer_reach
+from kvec_jax.typing import Array
+
+
+def extend(
+    model: Transformer,
+    cache: CompressedKV,
+    tokens: Array,
+    lengths: Array | None = None,
+    *,
+    all_logits: bool = False,
+) -> tuple[Array, CompressedKV]:
+    """Runs the model over new tokens, which see what the cache kept, all tokens added before, and one another causally.
+
+    Args:
+        model: The decoder that made the cache.
+        cache: Stays valid: the result is a new cache, with a copy of the tail.
+        tokens: int32 [B, Q], right-padded.
+        lengths: int32 [B], real tokens of each row, 0 to Q; ``None`` means that all are. A row without any stays as it is.
+        all_logits: Whether to return the logits of all new tokens rather than of the last.
+
+    Returns:
+        Logits float32 [B, V] of each row's last new token (or [B, Q, V]), and the cache with the tokens in its tail.
+
+    Raises:
+        ValueError: For arguments that don't fit together, a tail without room, or positions beyond the model's context.
+
+    Example:
+        >>> import kvec_jax as kv
+        >>> from kvec_jax.testing import tiny_model
+        >>> model = tiny_model()
+        >>> tokens = jnp.arange(60)[None] % 256
+        >>> _, cache = kv.prefill(model, tokens, jnp.array([60]), kv.StreamingLLM(16), reserve=8)
+        >>> logits, cache = kv.extend(model, cache, jnp.array([[5, 6, 7]]))
+        >>> int(cache.next_position[0])
+        63
+    """
+    tokens, lengths = _check(model, cache, tokens, lengths)
+    return _extend(model, cache, tokens, lengths, all_logits)
+
+
+@functools.partial(jax.jit, static_argnames="all_logits")
+def _extend(model, cache, tokens, lengths, all_logits):
+    return run_extend(model, cache, tokens, lengths, all_logits)
+
+
+def run_extend(
+    model: Transformer, cache: CompressedKV, tokens: Array, lengths: Array, all_logits: bool = False
+) -> tuple[Array, CompressedKV]:
+    """``extend`` without checks, to be called under ``jit``."""
+    config = model.config
+    Q = tokens.shape[1]
+    rotation = Rotation(config, cache.next_position[:, None] + jnp.arange(Q))
+
+    def run_layer(carry, inputs):
+        hidden, tail_keys, tail_values = carry
+        layer, is_local, block = inputs
+        queries, keys, values = block.project(hidden)
+        queries, keys = rotation(queries, is_local), rotation(keys, is_local)
+        tail_keys = _append(tail_keys, layer, keys, cache.tail_length)
+        tail_values = _append(tail_values, layer, values, cache.tail_length)
+        current = dataclasses.replace(cache, tail_keys=tail_keys, tail_values=tail_values)
+        reach = layer_reach(config, is_local, config.max_position_embeddings)
+        attended = cache_attention(queries, current, layer, scale=config.scale, reach=reach)
+        return (block.finish(hidden, attended), tail_keys, tail_values), None
+
+    start = model.embed(tokens), cache.tail_keys, cache.tail_values
+    (hidden, tail_keys, tail_values), _ = lax.scan(run_layer, start, layer_inputs(model))
+    if not all_logits:
+        last = jnp.maximum(lengths - 1, 0)
+        hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+    return model.unembed(hidden), dataclasses.replace(
+        cache,
+        tail_keys=tail_keys,
+        tail_values=tail_values,
+        tail_length=cache.tail_length + lengths,
+        next_position=cache.next_position + lengths,
+    )
+
+
+def _append(tail: Array, layer: Array, rows: Array, at: Array) -> Array:
+    """Writes ``rows`` [B, K, Q, D] into the tail [L, B, K, R, D] of a layer, from row ``at`` [B] on.
+
+    Rows beyond the tail's end are dropped; only padding ever lies there.
+    """
+    B, _, Q, _ = rows.shape
+    place = at[:, None] + jnp.arange(Q)
+    return tail.at[layer, jnp.arange(B)[:, None], :, place].set(rows.swapaxes(1, 2), mode="drop")
+
+
+def _check(model: Transformer, cache: CompressedKV, tokens, lengths) -> tuple[Array, Array]:
+    tokens = check_token_array(tokens)
+    B, Q = tokens.shape
+    if cache.tail_length.shape[0] != B:
+        raise ValueError(f"tokens: expected {cache.tail_length.shape[0]} rows, as the cache has, got {B}")
+    lengths = jnp.full((B,), Q, jnp.int32) if lengths is None else check_lengths(lengths, B, 0, Q)
+    if not isinstance(cache.tail_length, jax.core.Tracer) and not isinstance(lengths, jax.core.Tracer):
+        check_room(model, cache, int(np.max(cache.tail_length + lengths)), int(np.max(cache.next_position + lengths)))
+    return tokens, lengths
+
+
+def check_room(model: Transformer, cache: CompressedKV, tail: int, position: int) -> None:
+    """Raises unless the cache can hold ``tail`` tail rows and the model ``position`` tokens."""
+    if tail > cache.tail_capacity:
+        raise ValueError(
+            f"the cache has room for {cache.tail_capacity} tokens after the prompt and would need {tail}: "
+            "give prefill a larger reserve, or use cache.reserve(tokens)"
+        )
+    context = model.config.max_position_embeddings
+    if position > context:
+        raise ValueError(f"expected at most {context} tokens in all (the model's context), got {position}")

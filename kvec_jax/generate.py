@@ -1,0 +1,199 @@
+"""Generation: the decoding loop, and prompt to tokens in one ``jit``."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvec_jax.cache import CompressedKV
+from kvec_jax.checks import check_count, check_policy, check_tokens
+from kvec_jax.extend import check_room, run_extend
+from kvec_jax.models.transformer import Transformer
+from kvec_jax.policies.base import Policy
+from kvec_jax.prefill import run_prefill
+from kvec_jax.sampling import Greedy, Sample, Sampler, row_keys
+from kvec_jax.typing import Array
+
+
+def generate(
+    model: Transformer,
+    tokens: Array,
+    lengths: Array,
+    policy: Policy,
+    sampler: Sampler = Greedy(),  # noqa: B008 - immutable
+    key: Array | None = None,
+    max_new_tokens: int = 64,
+    *,
+    eos_token_ids: tuple[int, ...] | None = None,
+) -> Array:
+    """Reads prompts, compresses their cache and generates from what is left, all in one compiled program.
+
+    It stops as soon as every row has met an end token. A row's tokens do not depend on the other rows.
+
+    Args:
+        model: The decoder.
+        tokens: int32 [B, T], right-padded.
+        lengths: int32 [B], real tokens of each row, 1 to T.
+        policy: What to keep of the prompts' cache. The generated tokens are all kept.
+        sampler: ``Greedy()`` or ``Sample(...)``.
+        key: Random key for ``Sample``: one, or one per row [B].
+        max_new_tokens: Most tokens to generate; static.
+        eos_token_ids: Tokens that end a row; ``None`` means the model's own. A row is filled up with its end token.
+
+    Returns:
+        int32 [B, max_new_tokens].
+
+    Raises:
+        TypeError, ValueError: For arguments that can't be; it names the argument.
+
+    Example:
+        >>> import kvec_jax as kv
+        >>> from kvec_jax.testing import tiny_model
+        >>> tokens = jnp.arange(60)[None] % 256
+        >>> kv.generate(tiny_model(), tokens, jnp.array([60]), kv.SnapKV(32), max_new_tokens=5).shape
+        (1, 5)
+    """
+    check_policy(policy)
+    check_count("max_new_tokens", max_new_tokens, 1)
+    tokens, lengths = check_tokens(model.config, tokens, lengths)
+    _check_context(model, lengths, max_new_tokens)
+    key = check_key(sampler, key, tokens.shape[0])
+    ends = _ends(model, eos_token_ids)
+    return _generate(model, tokens, lengths, policy, sampler, key, max_new_tokens, ends)
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "max_new_tokens", "eos_token_ids"))
+def _generate(model, tokens, lengths, policy, sampler, key, max_new_tokens, eos_token_ids):
+    logits, cache = run_prefill(model, tokens, lengths, policy, max_new_tokens)
+    return run_decode(model, cache, logits, sampler, key, max_new_tokens, eos_token_ids).tokens
+
+
+def decode(
+    model: Transformer,
+    cache: CompressedKV,
+    logits: Array,
+    sampler: Sampler = Greedy(),  # noqa: B008 - immutable
+    key: Array | None = None,
+    *,
+    max_new_tokens: int,
+    eos_token_ids: tuple[int, ...] | None = None,
+) -> tuple[Array, CompressedKV]:
+    """Generates from a cache, in one loop on the device.
+
+    Args:
+        model: The decoder that made the cache.
+        cache: With room for ``max_new_tokens`` in its tail. Its buffers are donated: it can't be used afterwards.
+        logits: float32 [B, V] that ``prefill`` or ``extend`` gave with the cache.
+        sampler: ``Greedy()`` or ``Sample(...)``.
+        key: Random key for ``Sample``: one, or one per row [B].
+        max_new_tokens: Most tokens to generate; static.
+        eos_token_ids: Tokens that end a row; ``None`` means the model's own. A row is filled up with its end token.
+
+    Returns:
+        Tokens int32 [B, max_new_tokens], and the cache with all of them but the last, or up to a row's end token, in its
+        tail.
+
+    Raises:
+        ValueError: If the tail has no room, or the context of the model would be exceeded.
+    """
+    check_count("max_new_tokens", max_new_tokens, 1)
+    key = check_key(sampler, key, logits.shape[0])
+    longest = int(np.max(cache.tail_length)), int(np.max(cache.next_position))
+    check_room(model, cache, *(x + max_new_tokens - 1 for x in longest))
+    state = _decode(model, cache, logits, sampler, key, max_new_tokens, _ends(model, eos_token_ids))
+    return state.tokens, state.cache
+
+
+@functools.partial(jax.jit, static_argnames=("max_new_tokens", "eos_token_ids"), donate_argnames="cache")
+def _decode(model, cache, logits, sampler, key, max_new_tokens, eos_token_ids):
+    return run_decode(model, cache, logits, sampler, key, max_new_tokens, eos_token_ids)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeState:
+    """State of the decoding loop.
+
+    Attributes:
+        tokens: int32 [B, max_new_tokens], generated so far.
+        count: int32 scalar, how many columns of ``tokens`` are filled.
+        done: bool [B], rows that have met an end token.
+        cache: With all tokens but the newest.
+    """
+
+    tokens: Array
+    count: Array
+    done: Array
+    cache: CompressedKV
+
+
+def run_decode(
+    model: Transformer,
+    cache: CompressedKV,
+    logits: Array,
+    sampler: Sampler,
+    key: Array,
+    max_new_tokens: int,
+    eos_token_ids: tuple[int, ...],
+) -> DecodeState:
+    """``decode`` without checks, to be called under ``jit``."""
+    B = logits.shape[0]
+    keys = row_keys(key, B)
+    ends = jnp.array(eos_token_ids, jnp.int32)
+
+    def choose(logits, position):
+        return sampler(logits, jax.vmap(jax.random.fold_in)(keys, position))
+
+    def is_end(token):
+        return jnp.any(token[:, None] == ends, axis=-1)
+
+    def unfinished(state):
+        return (state.count < max_new_tokens) & ~jnp.all(state.done)
+
+    def step(state):
+        newest = state.tokens[:, state.count - 1]
+        lengths = jnp.where(state.done, 0, 1)  # a row that is done stands still
+        logits, cache = run_extend(model, state.cache, newest[:, None], lengths)
+        token = jnp.where(state.done, newest, choose(logits, cache.next_position))
+        return DecodeState(
+            tokens=state.tokens.at[:, state.count].set(token),
+            count=state.count + 1,
+            done=state.done | is_end(token),
+            cache=cache,
+        )
+
+    first = choose(logits, cache.next_position)
+    tokens = jnp.zeros((B, max_new_tokens), jnp.int32).at[:, 0].set(first)
+    start = DecodeState(tokens=tokens, count=jnp.int32(1), done=is_end(first), cache=cache)
+    end = lax.while_loop(unfinished, step, start)
+    behind = jnp.arange(max_new_tokens) >= end.count
+    last = jnp.take_along_axis(end.tokens, (end.count - 1)[None, None].repeat(B, 0), axis=1)
+    return dataclasses.replace(end, tokens=jnp.where(behind, last, end.tokens))
+
+
+def check_key(sampler: Sampler, key: Array | None, batch: int) -> Array:
+    """Checks sampler and key; gives some key where the sampler needs none."""
+    if not isinstance(sampler, Greedy | Sample):
+        raise TypeError(f"sampler: expected Greedy() or Sample(...), got {sampler!r}")
+    if key is None:
+        if isinstance(sampler, Sample):
+            raise ValueError("key: Sample needs a random key, e.g. jax.random.key(0)")
+        return jax.random.key(0)
+    if not jnp.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key) or key.shape not in ((), (batch,)):
+        raise ValueError(f"key: expected one jax.random.key, or {batch}, got {key!r}")
+    return key
+
+
+def _ends(model: Transformer, eos_token_ids) -> tuple[int, ...]:
+    return model.config.eos_token_ids if eos_token_ids is None else tuple(int(x) for x in eos_token_ids)
+
+
+def _check_context(model: Transformer, lengths: Array, max_new_tokens: int) -> None:
+    if isinstance(lengths, jax.core.Tracer):
+        return
+    context, needed = model.config.max_position_embeddings, int(np.max(lengths)) + max_new_tokens - 1
+    if needed > context:
+        raise ValueError(f"expected at most {context} tokens in all (the model's context), got {needed}")

@@ -1,0 +1,184 @@
+"""Reading a prompt: one scan over the layers, in which each layer's cache is compressed as soon as it exists."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvec_jax.attention import prompt_attention
+from kvec_jax.cache import CompressedKV
+from kvec_jax.checks import check_policy, check_tokens
+from kvec_jax.models.transformer import Rotation, Transformer
+from kvec_jax.policies.base import Observation, Policy, window_keys
+from kvec_jax.pool import Pool, equal_pool, ragged_pool
+from kvec_jax.select import top_k_mask
+from kvec_jax.typing import Array
+
+
+def prefill(
+    model: Transformer,
+    tokens: Array,
+    lengths: Array,
+    policy: Policy,
+    *,
+    reserve: int = 0,
+    all_logits: bool = False,
+) -> tuple[Array, CompressedKV]:
+    """Runs the model over prompts and keeps the part of the cache that the policy chooses.
+
+    The attention of the prompt itself is exact; only what later tokens see is compressed. The rows of a batch are
+    independent of each other and of their padding. Of local (sliding window) layers the window is kept, which is not
+    charged to the budget.
+
+    Args:
+        model: The decoder.
+        tokens: int32 [B, T], right-padded.
+        lengths: int32 [B], real tokens of each row, 1 to T.
+        policy: What to keep.
+        reserve: Room in the tail, in tokens, for ``extend`` and ``decode``.
+        all_logits: Whether to return the logits of all tokens rather than of the last.
+
+    Returns:
+        Logits float32 [B, V] of each row's last token (or [B, T, V]), and the cache.
+
+    Raises:
+        TypeError, ValueError: For tokens, lengths or a policy that can't be.
+
+    Example:
+        >>> import kvec_jax as kv
+        >>> from kvec_jax.testing import tiny_model
+        >>> tokens = jnp.arange(60)[None] % 256
+        >>> logits, cache = kv.prefill(tiny_model(), tokens, jnp.array([60]), kv.SnapKV(32, window=8))
+        >>> cache.kept_positions(0)[3][1].size
+        32
+    """
+    check_policy(policy)
+    tokens, lengths = check_tokens(model.config, tokens, lengths)
+    return _prefill(model, tokens, lengths, policy, reserve, all_logits)
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "reserve", "all_logits"))
+def _prefill(model, tokens, lengths, policy, reserve, all_logits):
+    return run_prefill(model, tokens, lengths, policy, reserve, all_logits)
+
+
+def run_prefill(
+    model: Transformer, tokens: Array, lengths: Array, policy: Policy, reserve: int, all_logits: bool = False
+) -> tuple[Array, CompressedKV]:
+    """``prefill`` without checks, to be called under ``jit``."""
+    config = model.config
+    B, T = tokens.shape
+    rotation = Rotation(config, jnp.broadcast_to(jnp.arange(T), (B, T)))
+    choose = _Choice(policy, config, lengths, T)
+
+    def read_layer(carry, inputs):
+        hidden, pool, memory = carry
+        layer, is_local, block = inputs
+        queries, keys, values = block.project(hidden)
+        queries, keys = rotation(queries, is_local), rotation(keys, is_local)
+        reach = layer_reach(config, is_local, T)
+        attended = prompt_attention(queries, keys, values, lengths, scale=config.scale, reach=reach)
+        hidden = block.finish(hidden, attended)
+        projection = block.o_proj[...].reshape(config.num_attention_heads, config.head_dim, -1)
+        kept, memory = choose(layer, is_local, queries, keys, values, projection, memory)
+        return (hidden, pool.add(layer, keys, values, kept), memory), None
+
+    start = model.embed(tokens), choose.pool(model.dtype), policy.scorer.init(config, B, T)
+    (hidden, pool, _), _ = lax.scan(read_layer, start, layer_inputs(model))
+    if not all_logits:
+        hidden = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    return model.unembed(hidden), _cache(pool, config, lengths, reserve)
+
+
+def layer_inputs(model: Transformer):
+    """What a scan over the layers reads: number, whether local, parameters."""
+    config = model.config
+    is_local = np.zeros(config.num_hidden_layers, bool)
+    is_local[list(config.local_layers)] = True
+    return jnp.arange(config.num_hidden_layers), jnp.asarray(is_local), model.layers
+
+
+def layer_reach(config, is_local: Array, everything: int) -> Array | None:
+    """How many tokens back a layer's queries see; ``None`` where no layer of the model is local."""
+    return jnp.where(is_local, config.sliding_window, everything) if config.local_layers else None
+
+
+class _Choice:
+    """Applies a policy to one layer after the other of prompts of known lengths."""
+
+    def __init__(self, policy: Policy, config, lengths: Array, T: int):
+        self.policy, self.config, self.lengths, self.T = policy, config, lengths, T
+        self.num_compressed = config.num_hidden_layers - len(config.local_layers)
+        self.keeps_all = policy.budget.most(T) >= T and not config.local_layers
+        self.budgets = policy.budget.per_layer(lengths, self.num_compressed)  # [compressed layers, B]
+        compressed = np.ones(config.num_hidden_layers, bool)
+        compressed[list(config.local_layers)] = False
+        # Number of each layer among those that compress (of no meaning for the others).
+        self.ranks = jnp.asarray(np.maximum(np.cumsum(compressed) - 1, 0))
+
+    def pool(self, dtype) -> Pool:
+        """The empty pool that what is chosen fits into."""
+        config, budget, T = self.config, self.policy.budget, self.T
+        L, K, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        B = self.lengths.shape[0]
+        if self.keeps_all or (budget.even and self.policy.scope == "head" and not config.local_layers):
+            return equal_pool(B, L, K, D, budget.most(T), dtype, self.lengths)
+        local = min(config.sliding_window or 0, T)
+        rows = K * (budget.total(T, self.num_compressed) + local * len(config.local_layers))
+        return ragged_pool(B, L, K, D, rows, K * max(budget.most(T), local), dtype)
+
+    def __call__(self, layer, is_local, queries, keys, values, projection, memory):
+        """Which entries bool [B, K, T] of a layer are kept (``None``: all), and what the scorer remembers."""
+        if self.keeps_all:
+            return None, memory
+        rank = self.ranks[layer]
+        seen = Observation(
+            queries=queries,
+            keys=keys,
+            values=values,
+            lengths=self.lengths,
+            output_projection=projection,
+            layer=rank,
+            num_layers=self.num_compressed,
+            scale=self.config.scale,
+        )
+        if not self.config.local_layers:
+            return self._compress(seen, rank, memory)
+        return lax.cond(is_local, self._keep_window, self._compress, seen, rank, memory)
+
+    def _compress(self, seen: Observation, rank: Array, memory):
+        policy = self.policy
+        scores, memory = policy.scorer.score(seen, memory)
+        order = policy.keys(scores, self.lengths)
+        B, K, T = order.shape
+        budget = self.budgets[rank][:, None]
+        if policy.scope == "layer":
+            order, budget = order.reshape(B, 1, K * T), K * budget
+        kept = top_k_mask(order, budget).reshape(B, K, T)
+        return kept, policy.scorer.after(kept, memory)
+
+    def _keep_window(self, seen: Observation, rank: Array, memory):
+        order = window_keys(self.lengths, seen.keys.shape[:3])
+        window = jnp.minimum(self.lengths, self.config.sliding_window)
+        return top_k_mask(order, window[:, None]), memory
+
+
+def _cache(pool: Pool, config, lengths: Array, reserve: int) -> CompressedKV:
+    B = lengths.shape[0]
+    tail = jnp.zeros(
+        (config.num_hidden_layers, B, config.num_key_value_heads, reserve, config.head_dim), pool.keys.dtype
+    )
+    return CompressedKV(
+        keys=pool.keys,
+        values=pool.values,
+        positions=pool.positions,
+        starts=pool.starts,
+        counts=pool.counts,
+        tail_keys=tail,
+        tail_values=tail,
+        tail_length=jnp.zeros((B,), jnp.int32),
+        next_position=lengths,
+        segment_rows=pool.segment_rows,
+    )

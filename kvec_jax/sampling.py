@@ -1,0 +1,111 @@
+"""How the next token is chosen from logits."""
+
+import dataclasses
+import numbers
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvec_jax.select import ordered_keys, top_k_mask
+from kvec_jax.typing import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Greedy:
+    """The most likely token; of equal ones the lowest id.
+
+    Example:
+        >>> Greedy()(jnp.array([[0.0, 2.0, 2.0]]), None).tolist()
+        [1]
+    """
+
+    def __call__(self, logits: Array, keys: Array | None) -> Array:
+        """Tokens int32 [B] from logits [B, V]; the keys are not used."""
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+jax.tree_util.register_static(Greedy)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Draws from the model's distribution, after the filters in Hugging Face's order: temperature, top-k, top-p, min-p.
+
+    The numbers are arrays to ``jit``: changing them does not compile again.
+
+    Args:
+        temperature: Divides the logits; above 0.
+        top_k: Keeps the k most likely tokens; 0 keeps all.
+        top_p: Keeps the most likely tokens up to this share of the probability, the token that crosses it included.
+        min_p: Keeps tokens at least this likely, as a share of the most likely one's probability.
+
+    Raises:
+        ValueError: For a number out of its range.
+
+    Example:
+        >>> keys = jax.random.split(jax.random.key(0), 1)
+        >>> Sample(top_k=1)(jnp.array([[0.0, 5.0, 1.0]]), keys).tolist()
+        [1]
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self):
+        # Leaves are arrays or tracers when JAX rebuilds the object; those were checked when a user made it.
+        _check("temperature", self.temperature, "above 0", lambda x: x > 0)
+        _check("top_k", self.top_k, "a whole number, 0 or more", lambda x: x >= 0 and x == int(x))
+        _check("top_p", self.top_p, "in (0, 1]", lambda x: 0 < x <= 1)
+        _check("min_p", self.min_p, "in [0, 1]", lambda x: 0 <= x <= 1)
+
+    def __call__(self, logits: Array, keys: Array) -> Array:
+        """Tokens int32 [B] from logits float32 [B, V] and one random key per row, ``keys`` [B]."""
+        filtered = self.filter(logits)
+        return jax.vmap(jax.random.categorical)(keys, filtered).astype(jnp.int32)
+
+    def filter(self, logits: Array) -> Array:
+        """The logits [B, V] divided by the temperature, with -inf for the tokens that the filters take out."""
+        logits = logits.astype(jnp.float32) / self.temperature
+        V = logits.shape[-1]
+        k = jnp.where(self.top_k > 0, self.top_k, V)
+        logits = jnp.where(top_k_mask(ordered_keys(logits), k), logits, -jnp.inf)
+        probabilities = jax.nn.softmax(logits, axis=-1)
+        logits = jnp.where(_nucleus(probabilities, self.top_p), logits, -jnp.inf)
+        floor = self.min_p * jnp.max(probabilities, axis=-1, keepdims=True)
+        return jnp.where(probabilities >= floor, logits, -jnp.inf)
+
+
+def _nucleus(probabilities: Array, top_p: Array | float) -> Array:
+    """Marks the smallest set of most likely tokens that holds ``top_p``; tokens as likely as its last are all in it.
+
+    The threshold is found bit by bit, as in ``top_k_mask``, with sums of probabilities in place of counts: no sort.
+    """
+    bits = lax.bitcast_convert_type(probabilities, jnp.int32)  # ordered like the floats, as none is negative
+    goal = jnp.minimum(top_p, jnp.sum(probabilities, axis=-1))
+
+    def try_bit(i, threshold):
+        candidate = threshold | (jnp.int32(1) << (30 - i).astype(jnp.int32))
+        mass = jnp.sum(jnp.where(bits >= candidate[..., None], probabilities, 0.0), axis=-1)
+        return jnp.where(mass >= goal, candidate, threshold)
+
+    threshold = lax.fori_loop(0, 31, try_bit, jnp.zeros(bits.shape[:-1], jnp.int32))
+    return jnp.where(top_p < 1, bits >= threshold[..., None], True)
+
+
+def _check(name: str, value, expected: str, good) -> None:
+    if isinstance(value, numbers.Real) and not good(value):
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+
+
+Sampler = Greedy | Sample
+
+
+def row_keys(key: Array, batch: int) -> Array:
+    """One random key per row [batch]: row i's depends on ``key`` and i alone; keys that are one per row stay as they are."""
+    if key.ndim:
+        return key
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))

@@ -1,0 +1,85 @@
+"""Exact selection of the best entries, and packing of what was selected."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvec_jax.typing import Array
+
+
+def ordered_keys(scores: Array) -> Array:
+    """Integers in the order of floats.
+
+    Args:
+        scores: float32 of any shape.
+
+    Returns:
+        int32 of the same shape: larger scores have larger keys; equal scores equal ones (-0.0 counts as 0.0). NaN ranks
+        below every number, so that it is never chosen before one.
+
+    Example:
+        >>> ordered_keys(jnp.array([-1.0, 0.0, 2.0])).tolist()
+        [-1065353217, 0, 1073741824]
+    """
+    scores = scores.astype(jnp.float32)
+    bits = lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.int32)
+    keys = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+    return jnp.where(jnp.isnan(scores), LOWEST_KEY + 1, keys)
+
+
+# Below the key of every score: what must never be kept.
+LOWEST_KEY = -(2**31)
+# Above the key of infinity; ``FIRST_KEY - rank`` orders what must be kept before anything else.
+FIRST_KEY = 2**31 - 1
+
+
+def top_k_mask(keys: Array, k: Array) -> Array:
+    """Marks the ``k`` largest keys along the last axis; of equal ones those with the lower index.
+
+    The k-th largest key is found bit by bit: 32 counts of how many keys are at least a candidate. No sort, exact for any
+    length and any k, which may differ from row to row and be traced.
+
+    Args:
+        keys: int32 [..., S], see ``ordered_keys``.
+        k: int32 [...] or scalar, how many to mark; from 0 up. All are marked where ``k >= S``.
+
+    Returns:
+        bool [..., S].
+
+    Example:
+        >>> top_k_mask(jnp.array([3, 1, 3, 3]), 2).tolist()
+        [True, False, True, False]
+    """
+    unsigned = lax.bitcast_convert_type(keys, jnp.uint32) ^ jnp.uint32(0x80000000)
+    k = jnp.broadcast_to(jnp.asarray(k, jnp.int32), keys.shape[:-1])
+
+    def try_bit(i, threshold):
+        candidate = threshold | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        enough = jnp.sum(unsigned >= candidate[..., None], axis=-1, dtype=jnp.int32) >= k
+        return jnp.where(enough, candidate, threshold)
+
+    threshold = lax.fori_loop(0, 32, try_bit, jnp.zeros(k.shape, jnp.uint32))[..., None]
+    above, equal = unsigned > threshold, unsigned == threshold
+    room = k - jnp.sum(above, axis=-1, dtype=jnp.int32)
+    return above | (equal & (jnp.cumsum(equal, axis=-1) <= room[..., None]))
+
+
+def indices_of(mask: Array, capacity: int) -> Array:
+    """Indices of the marked places along the last axis, in order.
+
+    Args:
+        mask: bool [..., S].
+        capacity: How many to give; static.
+
+    Returns:
+        int32 [..., capacity]: the first ``capacity`` marked indices, then S where fewer are marked.
+
+    Example:
+        >>> indices_of(jnp.array([True, False, True]), 3).tolist()
+        [0, 2, 3]
+    """
+    S = mask.shape[-1]
+    rank = jnp.cumsum(mask.reshape(-1, S), axis=-1, dtype=jnp.int32)
+    wanted = jnp.arange(1, capacity + 1)
+    found = jax.vmap(lambda row: jnp.searchsorted(row, wanted))(rank)
+    return found.reshape(*mask.shape[:-1], capacity)
