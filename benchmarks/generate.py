@@ -107,7 +107,8 @@ def _decode_rates(lm, length: int, batch: int, policies: dict, options) -> dict[
     def decode(state):
         cache, logits = state
         key = jax.random.key(0)
-        jax.block_until_ready(kv.decode(lm.model, cache, logits, kv.Greedy(), key, max_new_tokens=steps))
+        done = kv.decode(lm.model, cache, logits, kv.Greedy(), key, max_new_tokens=steps, eos_token_ids=())
+        jax.block_until_ready(done)
 
     seconds = _medians(dict.fromkeys(policies, decode), options.runs, prepare)
     return {name: batch * steps / value for name, value in seconds.items()}

@@ -5,13 +5,12 @@ happen inside the functions that need them, so that ``kvec --help`` answers quic
 """
 
 import argparse
-import difflib
 import inspect
 import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kvec_jax.errors import KvecError
 
@@ -75,6 +74,12 @@ def _add_demo(commands) -> None:
         metavar="LIST",
         help="budgets of the compressed caches (default: %(default)s)",
     )
+    demo.add_argument(
+        "--secret",
+        choices=["word", "number"],
+        default="word",
+        help="what the fact tells; every digit of a number can get lost by itself (default: %(default)s)",
+    )
     demo.set_defaults(run=_demo)
 
 
@@ -88,7 +93,9 @@ def _add_generate(commands) -> None:
     generate.add_argument("--file", metavar="PATH", help="a long text that is put before the prompt")
     _add_model_arguments(generate)
     generate.add_argument("--raw", action="store_true", help="give the prompt as it is, without the chat template")
-    generate.add_argument("--policy", default="full", metavar="NAME", help="full, streaming, snapkv (default: full)")
+    generate.add_argument(
+        "--policy", default="full", metavar="NAME", help="such as streaming or snapkv (default: full)"
+    )
     generate.add_argument(
         "--budget",
         type=parse_budget,
@@ -145,6 +152,7 @@ def _demo(arguments: argparse.Namespace) -> None:
         tokens=arguments.tokens,
         depths=arguments.depths,
         budgets=arguments.budgets,
+        secret=arguments.secret,
     )
 
 
@@ -183,20 +191,12 @@ def make_policy(name: str, budget: int | float | None = None):
     """
     from kvec_jax import policies
 
-    names = list(policies.names())
-    if name not in names:
-        raise ValueError(f"unknown policy {name!r}{_suggest(name, names)}; known: {', '.join(names)}")
     factory = policies.get(name)
     if "budget" in inspect.signature(factory).parameters:
         return factory(budget=_DEFAULT_BUDGET if budget is None else budget)
     if budget is not None:
         raise ValueError(f"policy {name!r} keeps everything and takes no --budget; name another with --policy")
     return factory()
-
-
-def _suggest(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name.lower(), names, n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
 
 
 def _sampler(arguments: argparse.Namespace):
@@ -233,13 +233,35 @@ def _summary(stats) -> str:
 
 
 def _models(arguments: argparse.Namespace) -> None:
-    raise NotImplementedError
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    from kvec_jax.models.registry import KNOWN_MODELS
+
+    table = Table(Column("name", no_wrap=True), "what it is", "license", "download", "here")
+    for model in KNOWN_MODELS.values():
+        here = "yes" if _is_here(model) else "no"
+        table.add_row(model.name, model.summary, model.license, f"{model.size / 1e6:.0f} MB", here)
+    console = Console()
+    console.print(table)
+    console.print("Also: a repository on the Hugging Face hub, a folder of safetensors, a .gguf file.", highlight=False)
+
+
+def _is_here(model) -> bool:
+    """Whether a known model needs no download: its file is in our cache, or its repository in that of the hub."""
+    import huggingface_hub
+
+    from kvec_jax.models.sources import cached_path
+
+    in_hub_cache = huggingface_hub.try_to_load_from_cache(model.hub, "model.safetensors")
+    return cached_path(model).is_file() or isinstance(in_hub_cache, str)
 
 
 def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror.lower()}"
-    return " ".join(str(error).split()) or type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return "; ".join(lines).replace(":; ", ": ") or type(error).__name__
 
 
 if __name__ == "__main__":

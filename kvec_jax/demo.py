@@ -11,8 +11,9 @@ import statistics
 from collections.abc import Sequence
 
 _SEED = 0
-_FACT = "The secret code of the blue house is {code}."
-_QUESTION = "What is the secret code of the blue house?"
+_FACT = "The secret password of the blue house is {secret}."
+_QUESTION = "What is the secret password of the blue house?"
+_WORDS = "cinnamon lantern walrus marmalade thunder saffron violin orchard velvet glacier".split()  # not in the text
 _ANSWER_TOKENS = 24
 
 
@@ -36,6 +37,7 @@ def run(
     tokens: int = 2000,
     depths: int = 5,
     budgets: Sequence[int | float] = (64, 128, 256),
+    secret: str = "word",
 ) -> list[Row]:
     """Runs the demo with a progress bar, prints its table and returns the rows of it.
 
@@ -45,6 +47,8 @@ def run(
         tokens: Length of the text, in tokens.
         depths: In how many places, evenly spaced, the fact is hidden; one prompt each.
         budgets: Of the compressing policies.
+        secret: What the fact tells, a ``"word"`` or a ``"number"``. A number is harder to keep: each of its digits is a
+            token that can get lost by itself.
     """
     from rich.console import Console
 
@@ -53,17 +57,18 @@ def run(
     for name, value, least in (("tokens", tokens, 100), ("depths", depths, 1)):
         if value < least:
             raise ValueError(f"{name}: expected at least {least}, got {value}")
+    secrets = _secrets(secret, depths)
     trials = [("full", None, kv.FullCache())]
     trials += [("streaming", budget, kv.StreamingLLM(budget)) for budget in budgets]
     trials += [("snapkv", budget, kv.SnapKV(budget)) for budget in budgets]
 
     console = Console()
-    console.print(f"Loading {model}")
+    console.print(f"Loading {model}", markup=False)
     lm = kv.load(model, dtype=dtype)
-    prompts = make_prompts(lm.tokenizer, tokens, depths)
+    prompts = make_prompts(lm.tokenizer, tokens, secrets)
     console.print(
         f"A fact is hidden at {depths} depths of {tokens:,} tokens of Python's language reference, for example\n"
-        f"  [italic]{_FACT.format(code=prompts[0][1])}[/italic]\n"
+        f"  [italic]{_FACT.format(secret=secrets[0])}[/italic]\n"
         f"and the prompt ends with the question: [italic]{_QUESTION}[/italic]"
     )
     rows = _ask_all(console, lm, trials, prompts)
@@ -72,16 +77,22 @@ def run(
     return rows
 
 
-def make_prompts(tokenizer, tokens: int, depths: int) -> list[tuple[str, str]]:
-    """``depths`` pairs of a prompt that hides a code and the code, from the text's beginning to its end."""
+def make_prompts(tokenizer, tokens: int, secrets: Sequence[str]) -> list[tuple[str, str]]:
+    """A prompt for each secret, which it hides ever deeper in ``tokens`` tokens of text, paired with the secret."""
     paragraphs = _paragraphs(tokenizer, tokens)
-    codes = random.Random(_SEED).sample(range(1000, 10000), depths)
     prompts = []
-    for index, code in enumerate(codes):
-        place = round((index + 0.5) / depths * len(paragraphs))
-        text = "\n\n".join([*paragraphs[:place], _FACT.format(code=code), *paragraphs[place:]])
-        prompts.append((f"{text}\n\n{_QUESTION}", str(code)))
+    for index, secret in enumerate(secrets):
+        place = round((index + 0.5) / len(secrets) * len(paragraphs))
+        text = "\n\n".join([*paragraphs[:place], _FACT.format(secret=secret), *paragraphs[place:]])
+        prompts.append((f"{text}\n\n{_QUESTION}", secret))
     return prompts
+
+
+def _secrets(kind: str, count: int) -> list[str]:
+    """``count`` words, repeated where there are fewer, or different numbers of four digits."""
+    if kind == "word":
+        return [_WORDS[index % len(_WORDS)] for index in range(count)]
+    return [str(number) for number in random.Random(_SEED).sample(range(1000, 10000), count)]
 
 
 def reference_text() -> str:
@@ -121,19 +132,19 @@ def _ask_all(console, lm, trials, prompts) -> list[Row]:
                 messages = [{"role": "user", "content": prompt}]
                 outputs.append(lm.generate(messages, policy=policy, max_new_tokens=_ANSWER_TOKENS))
                 bar.advance(task)
-            rows.append(_row(name, budget, outputs, [code for _, code in prompts]))
+            rows.append(_row(name, budget, outputs, [secret for _, secret in prompts]))
     return rows
 
 
-def _row(name, budget, outputs, codes) -> Row:
+def _row(name, budget, outputs, secrets) -> Row:
     stats = [output.stats for output in outputs]
     return Row(
         policy=name,
         budget=budget,
         cache_bytes=statistics.mean(each.cache_bytes for each in stats),
         share=sum(each.cache_bytes for each in stats) / sum(each.full_cache_bytes for each in stats),
-        right=sum(code in output.text for output, code in zip(outputs, codes, strict=True)),
-        asked=len(codes),
+        right=sum(secret in output.text.lower() for output, secret in zip(outputs, secrets, strict=True)),
+        asked=len(secrets),
         # The median leaves out the first one's compilation.
         tokens_per_second=statistics.median(each.tokens_per_second for each in stats),
     )
@@ -168,6 +179,8 @@ def conclusion(rows: Sequence[Row]) -> str:
     """What the numbers say, in plain language; ``rows[0]`` is the full cache."""
     full, *others = rows
     best = min(others, key=lambda row: (-row.right, row.cache_bytes))
+    if not best.right:
+        return f"None of the compressed caches answered; the full one answered {full.right} of {full.asked}."
     text = (
         f"{best.policy} with a budget of {_budget(best.budget)} answered {best.right} of {best.asked} from "
         f"{best.cache_bytes / 1e6:,.1f} MB, {best.share:.1%} of the full cache, which answered {full.right}"

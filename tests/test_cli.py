@@ -37,7 +37,7 @@ class FakeTokenizer:
 
 
 class FakeModel:
-    """Stands in for a ``LanguageModel``; answers with the code if the policy keeps everything."""
+    """Stands in for a ``LanguageModel``; answers with the secret if the policy keeps everything."""
 
     def __init__(self):
         self.tokenizer = FakeTokenizer()
@@ -46,9 +46,9 @@ class FakeModel:
     def generate(self, prompt, **arguments):
         self.calls.append((prompt, arguments))
         question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-        full = isinstance(arguments["policy"], type(kv.FullCache()))
-        code = question.partition("blue house is ")[2][:4]
-        answer = f"It is {code}." if full else "I can't tell."
+        full = arguments["policy"] == kv.FullCache()
+        secret = question.partition("blue house is ")[2].partition(".")[0]
+        answer = f"It is {secret}." if full else "I can't tell."
         if arguments.get("stream"):
             for piece in answer.split(" "):
                 arguments["stream"](piece + " ")
@@ -58,7 +58,7 @@ class FakeModel:
 @pytest.fixture
 def fake(monkeypatch):
     model = FakeModel()
-    monkeypatch.setattr(kv, "load", lambda name, **arguments: model)
+    monkeypatch.setattr(kv, "load", lambda name, **arguments: model, raising=False)
     return model
 
 
@@ -110,7 +110,7 @@ def test_generate_takes_every_policy_by_name(fake, capsys):
     [
         ([], "required: COMMAND"),
         (["generate"], "required: prompt"),
-        (["generate", "x", "--policy", "snapvk"], "unknown policy 'snapvk', did you mean 'snapkv'?; known: "),
+        (["generate", "x", "--policy", "snapvk"], "unknown policy 'snapvk'; did you mean 'snapkv'?"),
         (["generate", "x", "--budget", "64"], "takes no --budget"),
         (["generate", "x", "--policy", "snapkv", "--budget", "many"], "got 'many'"),
         (["generate", "x", "--policy", "snapkv", "--budget", "0"], "at least"),
@@ -173,19 +173,31 @@ def test_demo_shows_a_row_for_each_policy_and_budget(fake, capsys):
     status, out, _ = run(capsys, "demo", "--tokens", "500", "--depths", "3", "--budgets", "64,0.25")
     assert status == 0
     assert len(fake.calls) == 3 * 5
+    out = " ".join(out.split())  # wherever the terminal wraps
     assert "3 of 3" in out and "0 of 3" in out and "0.25 of the prompt" in out
     assert "20.0% of the full cache, which answered 3" in out
 
 
-def test_demo_prompts_hide_different_codes_ever_deeper():
-    prompts = demo.make_prompts(FakeTokenizer(), tokens=1000, depths=4)
-    places = [prompt.index(code) / len(prompt) for prompt, code in prompts]
+def test_demo_prompts_hide_secrets_ever_deeper():
+    secrets = ["7001", "7002", "7003", "7004"]
+    prompts = demo.make_prompts(FakeTokenizer(), 1000, secrets)
+    places = [prompt.index(secret) / len(prompt) for prompt, secret in prompts]
     assert places == sorted(places) and places[0] < 0.25 and places[-1] > 0.75
-    assert len({code for _, code in prompts}) == 4
-    for prompt, code in prompts:
-        assert prompt.count(code) == 1
+    for (prompt, hidden), secret in zip(prompts, secrets, strict=True):
+        assert hidden == secret and prompt.count(secret) == 1
         assert 800 < len(prompt.split()) < 1050
         assert prompt.endswith("house?")
+
+
+def test_demo_secrets_are_not_in_the_text():
+    text = demo.reference_text().lower()
+    assert not [word for word in demo._WORDS if word in text]
+
+
+def test_demo_hides_numbers_too(fake, capsys):
+    run(capsys, "demo", "--tokens", "500", "--depths", "2", "--budgets", "64", "--secret", "number")
+    facts = [prompt[0]["content"].partition("blue house is ")[2][:5] for prompt, _ in fake.calls[:2]]
+    assert all(fact[:4].isdigit() and fact[4] == "." for fact in facts) and facts[0] != facts[1]
 
 
 def test_demo_conclusion_follows_the_numbers():
@@ -197,6 +209,8 @@ def test_demo_conclusion_follows_the_numbers():
         "snapkv with a budget of 64 answered 4 of 5 from 3.0 MB, 3.0% of the full cache, which answered 5; "
         "streaming with the same budget answered 1."
     )
+    lost = [row("full", None, 5, 100e6), row("streaming", 64, 0, 3e6)]
+    assert demo.conclusion(lost) == "None of the compressed caches answered; the full one answered 5 of 5."
 
 
 def test_help_needs_no_model(tmp_path):
