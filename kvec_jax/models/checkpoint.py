@@ -76,7 +76,8 @@ def _restore(folder: pathlib.Path, config: ModelConfig, dtype) -> Transformer:
     abstract = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), dtype=dtype))
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     wanted = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for name, leaf in _by_name(abstract).items()
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        for name, leaf in _by_name(abstract).items()
     }
     try:
         with orbax.checkpoint.StandardCheckpointer() as checkpointer:

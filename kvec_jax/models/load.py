@@ -1,12 +1,13 @@
 """From a name or a path to a model and its tokenizer."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import re
 
-from kvec_jax.errors import LoadError
+from kvec_jax.errors import LoadError, UnsupportedError
 from kvec_jax.models import gguf, huggingface, sources
 from kvec_jax.models.checkpoint import SETTINGS, load_checkpoint
 from kvec_jax.models.gguf_file import read_gguf
@@ -103,21 +104,30 @@ def _open_gguf(path: pathlib.Path, max_context):
     config = gguf.config_from_gguf(file)
     if max_context is not None:
         config = config.with_context(max_context)
-    return config, file.tensors, gguf.gguf_rules(config), Tokenizer.from_gguf(file.metadata)
+    with _naming(path):
+        tokenizer = Tokenizer.from_gguf(file.metadata)
+    return config, file.tensors, gguf.gguf_rules(config), tokenizer
 
 
 def _open_folder(folder: pathlib.Path, max_context):
     settings = _json(folder / "config.json")
     generation_file = folder / "generation_config.json"
     generation = _json(generation_file) if generation_file.is_file() else None
-    try:
+    with _naming(folder / "config.json"):
         config = huggingface.config_from_hf(settings, generation, max_context=max_context)
-    except LoadError as error:
-        raise LoadError(f"{folder / 'config.json'}: {error}") from error
     tokenizer = None
     if (folder / "tokenizer.json").is_file():
         tokenizer = Tokenizer.from_folder(folder, config.eos_token_ids, config.bos_token_id)
     return config, read_folder(folder), huggingface.hf_rules(config), tokenizer
+
+
+@contextlib.contextmanager
+def _naming(path: pathlib.Path):
+    """Puts the file's name in front of errors that don't know it."""
+    try:
+        yield
+    except (LoadError, UnsupportedError) as error:
+        raise type(error)(f"{path}: {error}") from error
 
 
 def _json(path: pathlib.Path) -> dict:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvec_jax.errors import LoadError, UnsupportedError
+from kvec_jax.errors import KvecError, LoadError, UnsupportedError
 
 _CONTROL, _USER_DEFINED = 3, 4
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -32,8 +32,12 @@ def build_core(metadata: dict[str, Any]):
     try:
         core = builders[kind](metadata)
         _add_special_tokens(core, metadata, normalized=kind == "llama")
+    except KvecError:
+        raise
     except KeyError as error:
         raise LoadError(f"the GGUF metadata lacks {error.args[0]}") from error
+    except Exception as error:  # the library raises bare Exception
+        raise LoadError(f"the tokenizer in the GGUF metadata is damaged ({error})") from error
     return core
 
 
