@@ -175,7 +175,7 @@ def test_demo_shows_a_row_for_each_policy_and_budget(fake, capsys):
     assert len(fake.calls) == 3 * 5
     out = " ".join(out.split())  # wherever the terminal wraps
     assert "3 of 3" in out and "0 of 3" in out and "0.25 of the prompt" in out
-    assert "20.0% of the full cache, which answered 3" in out
+    assert "None of the compressed caches answered; the full one answered 3 of 3." in out
 
 
 def test_demo_prompts_hide_secrets_ever_deeper():
