@@ -145,7 +145,6 @@ def _row(name, budget, outputs, secrets) -> Row:
         share=sum(each.cache_bytes for each in stats) / sum(each.full_cache_bytes for each in stats),
         right=sum(secret in output.text.lower() for output, secret in zip(outputs, secrets, strict=True)),
         asked=len(secrets),
-        # The median leaves out the first one's compilation.
         tokens_per_second=statistics.median(each.tokens_per_second for each in stats),
     )
 

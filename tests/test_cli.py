@@ -1,7 +1,6 @@
 """The command line: what it passes on, what it prints, and how it fails."""
 
 import argparse
-import dataclasses
 import subprocess
 import sys
 
@@ -9,26 +8,20 @@ import pytest
 
 import kvec_jax as kv
 from kvec_jax import cli, demo
+from kvec_jax.session import Stats
 
-
-@dataclasses.dataclass
-class FakeStats:
-    prompt_tokens: int = 1000
-    new_tokens: int = 8
-    cache_bytes: int = 2_000_000
-    full_cache_bytes: int = 10_000_000
-    kept: int = 200
-    total: int = 1000
-    prefill_seconds: float = 1.5
-    decode_seconds: float = 0.5
-    tokens_per_second: float = 16.0
-
-
-@dataclasses.dataclass
-class FakeOutput:
-    text: str
-    tokens: list
-    stats: FakeStats
+STATS = Stats(
+    prompt_tokens=1000,
+    new_tokens=8,
+    kept=200,
+    total=1000,
+    cache_bytes=2_000_000,
+    full_cache_bytes=10_000_000,
+    compile_seconds=3.0,
+    prefill_seconds=1.5,
+    decode_seconds=0.5,
+    tokens_per_second=16.0,
+)
 
 
 class FakeTokenizer:
@@ -52,13 +45,13 @@ class FakeModel:
         if arguments.get("stream"):
             for piece in answer.split(" "):
                 arguments["stream"](piece + " ")
-        return FakeOutput(answer, [1, 2], FakeStats())
+        return kv.Output(text=answer, tokens=[1, 2], stats=STATS)
 
 
 @pytest.fixture
 def fake(monkeypatch):
     model = FakeModel()
-    monkeypatch.setattr(kv, "load", lambda name, **arguments: model, raising=False)
+    monkeypatch.setattr(kv, "load", lambda name, **arguments: model)
     return model
 
 
