@@ -20,5 +20,8 @@ from kvec_jax.policies import WindowAttention as WindowAttention
 from kvec_jax.prefill import prefill as prefill
 from kvec_jax.sampling import Greedy as Greedy
 from kvec_jax.sampling import Sample as Sample
+from kvec_jax.session import LanguageModel as LanguageModel
+from kvec_jax.session import Output as Output
+from kvec_jax.session import load as load
 
 __version__ = "0.1.0"

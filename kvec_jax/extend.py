@@ -70,7 +70,7 @@ def run_extend(
         hidden, tail_keys, tail_values = carry
         layer, is_local, block = inputs
         queries, keys, values = block.project(hidden)
-        queries, keys = rotation(queries, is_local), rotation(keys, is_local)
+        queries, keys = (rotation(x, is_local, layer) for x in (queries, keys))
         tail_keys = _append(tail_keys, layer, keys, cache.tail_length)
         tail_values = _append(tail_values, layer, values, cache.tail_length)
         current = dataclasses.replace(cache, tail_keys=tail_keys, tail_values=tail_values)

@@ -1,20 +1,19 @@
 """Generation: the decoding loop, and prompt to tokens in one ``jit``."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from kvec_jax.cache import CompressedKV
 from kvec_jax.checks import check_count, check_policy, check_tokens
-from kvec_jax.extend import check_room, run_extend
+from kvec_jax.decoding import DecodeState, advance, begin
+from kvec_jax.extend import check_room
 from kvec_jax.models.transformer import Transformer
 from kvec_jax.policies.base import Policy
 from kvec_jax.prefill import run_prefill
-from kvec_jax.sampling import Greedy, Sample, Sampler, row_keys
+from kvec_jax.sampling import Greedy, Sample, Sampler
 from kvec_jax.typing import Array
 
 
@@ -61,7 +60,7 @@ def generate(
     tokens, lengths = check_tokens(model.config, tokens, lengths)
     _check_context(model, lengths, max_new_tokens)
     key = check_key(sampler, key, tokens.shape[0])
-    ends = _ends(model, eos_token_ids)
+    ends = end_tokens(model, eos_token_ids)
     return _generate(model, tokens, lengths, policy, sampler, key, max_new_tokens, ends)
 
 
@@ -103,7 +102,7 @@ def decode(
     key = check_key(sampler, key, logits.shape[0])
     longest = int(np.max(cache.tail_length)), int(np.max(cache.next_position))
     check_room(model, cache, *(x + max_new_tokens - 1 for x in longest))
-    state = _decode(model, cache, logits, sampler, key, max_new_tokens, _ends(model, eos_token_ids))
+    state = _decode(model, cache, logits, sampler, key, max_new_tokens, end_tokens(model, eos_token_ids))
     return state.tokens, state.cache
 
 
@@ -112,66 +111,10 @@ def _decode(model, cache, logits, sampler, key, max_new_tokens, eos_token_ids):
     return run_decode(model, cache, logits, sampler, key, max_new_tokens, eos_token_ids)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodeState:
-    """State of the decoding loop.
-
-    Attributes:
-        tokens: int32 [B, max_new_tokens], generated so far.
-        count: int32 scalar, how many columns of ``tokens`` are filled.
-        done: bool [B], rows that have met an end token.
-        cache: With all tokens but the newest.
-    """
-
-    tokens: Array
-    count: Array
-    done: Array
-    cache: CompressedKV
-
-
-def run_decode(
-    model: Transformer,
-    cache: CompressedKV,
-    logits: Array,
-    sampler: Sampler,
-    key: Array,
-    max_new_tokens: int,
-    eos_token_ids: tuple[int, ...],
-) -> DecodeState:
+def run_decode(model, cache, logits, sampler, key, max_new_tokens, eos_token_ids) -> DecodeState:
     """``decode`` without checks, to be called under ``jit``."""
-    B = logits.shape[0]
-    keys = row_keys(key, B)
-    ends = jnp.array(eos_token_ids, jnp.int32)
-
-    def choose(logits, position):
-        return sampler(logits, jax.vmap(jax.random.fold_in)(keys, position))
-
-    def is_end(token):
-        return jnp.any(token[:, None] == ends, axis=-1)
-
-    def unfinished(state):
-        return (state.count < max_new_tokens) & ~jnp.all(state.done)
-
-    def step(state):
-        newest = state.tokens[:, state.count - 1]
-        lengths = jnp.where(state.done, 0, 1)  # a row that is done stands still
-        logits, cache = run_extend(model, state.cache, newest[:, None], lengths)
-        token = jnp.where(state.done, newest, choose(logits, cache.next_position))
-        return DecodeState(
-            tokens=state.tokens.at[:, state.count].set(token),
-            count=state.count + 1,
-            done=state.done | is_end(token),
-            cache=cache,
-        )
-
-    first = choose(logits, cache.next_position)
-    tokens = jnp.zeros((B, max_new_tokens), jnp.int32).at[:, 0].set(first)
-    start = DecodeState(tokens=tokens, count=jnp.int32(1), done=is_end(first), cache=cache)
-    end = lax.while_loop(unfinished, step, start)
-    behind = jnp.arange(max_new_tokens) >= end.count
-    last = jnp.take_along_axis(end.tokens, (end.count - 1)[None, None].repeat(B, 0), axis=1)
-    return dataclasses.replace(end, tokens=jnp.where(behind, last, end.tokens))
+    state = begin(cache, logits, sampler, key, max_new_tokens, eos_token_ids)
+    return advance(model, state, sampler, key, max_new_tokens, eos_token_ids)
 
 
 def check_key(sampler: Sampler, key: Array | None, batch: int) -> Array:
@@ -187,7 +130,8 @@ def check_key(sampler: Sampler, key: Array | None, batch: int) -> Array:
     return key
 
 
-def _ends(model: Transformer, eos_token_ids) -> tuple[int, ...]:
+def end_tokens(model: Transformer, eos_token_ids) -> tuple[int, ...]:
+    """The tokens that end a generation, given or the model's own."""
     return model.config.eos_token_ids if eos_token_ids is None else tuple(int(x) for x in eos_token_ids)
 
 

@@ -77,7 +77,7 @@ def run_prefill(
         hidden, pool, memory = carry
         layer, is_local, block = inputs
         queries, keys, values = block.project(hidden)
-        queries, keys = rotation(queries, is_local), rotation(keys, is_local)
+        queries, keys = (rotation(x, is_local, layer) for x in (queries, keys))
         reach = layer_reach(config, is_local, T)
         attended = prompt_attention(queries, keys, values, lengths, scale=config.scale, reach=reach)
         hidden = block.finish(hidden, attended)

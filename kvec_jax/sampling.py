@@ -103,9 +103,3 @@ def _check(name: str, value, expected: str, good) -> None:
 
 Sampler = Greedy | Sample
 
-
-def row_keys(key: Array, batch: int) -> Array:
-    """One random key per row [batch]: row i's depends on ``key`` and i alone; keys that are one per row stay as they are."""
-    if key.ndim:
-        return key
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
