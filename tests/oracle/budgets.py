@@ -6,8 +6,8 @@ import numpy as np
 
 
 def tokens(budget, length: int) -> int:
-    """A budget in tokens for a prompt of ``length``: an int as it is, a share rounded half up; at most ``length``."""
-    count = budget if isinstance(budget, int) else math.floor(budget * length + 0.5)
+    """A budget in tokens for a prompt of ``length``: an int as it is, a share rounded half up, 1 to ``length``."""
+    count = budget if isinstance(budget, int) else max(math.floor(budget * length + 0.5), 1)
     return min(count, length)
 
 

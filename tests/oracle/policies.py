@@ -75,6 +75,9 @@ def layer_scope(trace, budget, score, window=0, floor=0.0) -> list:
         return everything(trace)
     kept = []
     for layer in range(len(trace.keys)):
+        if count <= window:
+            kept.append([np.arange(total - count, total)] * heads_of(trace))
+            continue
         s = np.array(score(layer), float)
         for row in s:
             row[top(row, int(floor * (count - window)))] = np.inf
