@@ -8,7 +8,7 @@ from kvec_jax.models.transformer import Rotation, Transformer
 
 
 @jax.jit
-def _logits(model: Transformer, tokens: jax.Array) -> jax.Array:
+def _logits(model: Transformer, tokens: jax.Array, positions: jax.Array) -> jax.Array:
     config = model.config
     B, T = tokens.shape
     index = jnp.arange(T)
@@ -28,9 +28,11 @@ def _logits(model: Transformer, tokens: jax.Array) -> jax.Array:
         return block.finish(hidden, jnp.einsum("BNTS,BNSD->BNTD", weights, v)), None
 
     hidden, _ = jax.lax.scan(step, model.embed(tokens), (model.layers, jnp.asarray(layers), jnp.asarray(local)))
-    return model.unembed(hidden)
+    return model.unembed(hidden[:, positions])
 
 
-def logits(model: Transformer, tokens) -> np.ndarray:
-    """Logits float32 [B, T, V] of ``tokens`` [B, T]."""
-    return np.asarray(_logits(model, jnp.asarray(tokens, jnp.int32)))
+def logits(model: Transformer, tokens, positions=None) -> np.ndarray:
+    """Logits float32 [B, positions, V] of ``tokens`` [B, T]; ``None`` means all positions."""
+    tokens = jnp.asarray(tokens, jnp.int32)
+    positions = jnp.arange(tokens.shape[1]) if positions is None else jnp.asarray(positions)
+    return np.asarray(_logits(model, tokens, positions))

@@ -14,7 +14,7 @@ NAMES = ["llama", "mistral", "qwen2", "qwen3", "gemma3"]
 def test_logits(name):
     loaded = load_model(GOLDENS / name)
     expected = np.load(GOLDENS / name / "logits.npz")
-    got = logits(loaded.model, expected["ids"])[:, expected["positions"]]
+    got = logits(loaded.model, expected["ids"], expected["positions"])
     np.testing.assert_allclose(got, expected["logits"], rtol=0, atol=2e-4)
     assert loaded.tokenizer is None
 
@@ -25,6 +25,6 @@ def test_bfloat16_is_close(name):
     assert loaded.model.dtype == "bfloat16"
     assert loaded.model.final_norm.get_value().dtype == "float32"
     expected = np.load(GOLDENS / name / "logits.npz")
-    got = logits(loaded.model, expected["ids"])[:, expected["positions"]]
+    got = logits(loaded.model, expected["ids"], expected["positions"])
     error = np.abs(got - expected["logits"]).mean() / np.abs(expected["logits"]).mean()
     assert error < 0.05

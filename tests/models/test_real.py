@@ -1,5 +1,6 @@
 """Real models against transformers: prompts, ids, logits. They are fetched once; without a network they are skipped."""
 
+import inspect
 import json
 
 import numpy as np
@@ -44,9 +45,9 @@ def check_text(loaded, expected):
 
 
 def check_logits(loaded, prompt):
-    got = logits(loaded.model, [prompt["token_ids"]])[0]
-    for entry in prompt["logits"]:
-        row = got[entry["position"]]
+    positions = [entry["position"] for entry in prompt["logits"]]
+    got = logits(loaded.model, [prompt["token_ids"]], positions)[0]
+    for entry, row in zip(prompt["logits"], got, strict=True):
         np.testing.assert_allclose(row[entry["top_ids"]], entry["top_logits"], rtol=0, atol=2e-3)
         top = row.max()
         assert top + np.log(np.exp(row - top).sum()) == pytest.approx(entry["logsumexp"], abs=2e-3)
@@ -73,19 +74,23 @@ def test_qwen(qwen):
     assert set(loaded.tokenizer.eos_token_ids) == {151643, 151645}
 
 
-def continue_greedily(loaded, text, steps):
-    ids = loaded.tokenizer.encode(text, add_special_tokens=True)
-    tokens = np.zeros((1, len(ids) + steps), np.int32)
-    tokens[0, : len(ids)] = ids
-    for at in range(len(ids), len(ids) + steps):
-        tokens[0, at] = logits(loaded.model, tokens)[0, at - 1].argmax()
-    return loaded.tokenizer.decode(tokens[0, len(ids) :])
+def greedy_says(loaded, text, answer):
+    """Whether greedy decoding continues ``text`` with ``answer``: one pass over both shows every step of it."""
+    prompt = loaded.tokenizer.encode(text, add_special_tokens=True)
+    wanted = loaded.tokenizer.encode(answer)
+    tokens, at = prompt + wanted, np.arange(len(prompt), len(prompt) + len(wanted))
+    return logits(loaded.model, [tokens], at - 1)[0].argmax(-1).tolist() == wanted
 
 
 @pytest.mark.slow
 def test_gemma():
     loaded = load("gemma3-270m")
-    ids = loaded.tokenizer.encode("Hello world", add_special_tokens=True)
-    assert ids == [2, 9259, 1902]
-    assert "Paris" in continue_greedily(loaded, "The capital of France is the city of", 3)
-    assert "5 6 7" in continue_greedily(loaded, "1 2 3 4", 6)
+    assert loaded.tokenizer.encode("Hello world", add_special_tokens=True) == [2, 9259, 1902]
+    assert greedy_says(loaded, "The capital of France is the city of", " Paris")
+    assert greedy_says(loaded, "1 2 3 4", " 5 6 7")
+    filler = " ".join(inspect.getdoc(thing) or "" for thing in (dict, str, json.dumps, json.loads, inspect, np.einsum))
+    ids = loaded.tokenizer.encode(filler)[:2000]
+    assert len(ids) == 2000  # four windows, so that only the global layers can see the needle
+    needle = " The secret number of Oslo is 7294. "
+    text = loaded.tokenizer.decode(ids[:400]) + needle + loaded.tokenizer.decode(ids[400:])
+    assert greedy_says(loaded, text + "\n\nThe secret number of Oslo is", " 7294")
