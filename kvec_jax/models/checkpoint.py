@@ -75,19 +75,35 @@ def _restore(folder: pathlib.Path, config: ModelConfig, dtype) -> Transformer:
 
     abstract = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), dtype=dtype))
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    wanted = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        for name, leaf in _by_name(abstract).items()
-    }
+    shapes = _by_name(abstract).items()
+    wanted = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for name, leaf in shapes}
     try:
         with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+            _compare(folder, checkpointer.metadata(folder).item_metadata, wanted)
             values = checkpointer.restore(folder, wanted)
+    except LoadError:
+        raise
     except Exception as error:  # orbax and its storage raise many kinds
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise LoadError(f"{folder}: the checkpoint is damaged or doesn't fit its configuration ({first})") from error
+        raise LoadError(f"{folder}: the checkpoint is damaged ({first})") from error
     graph, state = nnx.split(abstract)
     flat = [(path, leaf.replace(values[".".join(map(str, path))])) for path, leaf in nnx.to_flat_state(state)]
     return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def _compare(folder: pathlib.Path, stored, wanted: dict) -> None:
+    """Raises for every parameter that is missing, too much, or of another shape."""
+    if stored is None:
+        raise LoadError(f"{folder}: the checkpoint is damaged (no parameters in it)")
+    found = {name: tuple(entry.shape) for name, entry in stored.tree.items()}
+    expected = {name: leaf.shape for name, leaf in wanted.items()}
+    problems = [
+        f"{name}: expected {list(expected.get(name, ()))}, got {list(found.get(name, ()))}"
+        for name in sorted(expected.keys() | found.keys())
+        if expected.get(name) != found.get(name)
+    ]
+    if problems:
+        raise LoadError(f"{folder}: parameters don't fit the configuration:\n  " + "\n  ".join(problems))
 
 
 def _read_settings(folder: pathlib.Path) -> dict:

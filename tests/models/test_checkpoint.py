@@ -1,5 +1,7 @@
 """Orbax checkpoints of what was loaded."""
 
+import shutil
+
 import jax
 import numpy as np
 import pytest
@@ -62,11 +64,22 @@ def test_max_context_belongs_to_the_first_loading(saved):
         load_model(saved[0], max_context=64)
 
 
+def test_damaged_parameters(saved):
+    folder, _ = saved
+    largest = max((folder / "parameters" / "ocdbt.process_0" / "d").iterdir(), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:1000])
+    with pytest.raises(LoadError, match="parameters: the checkpoint is damaged"):
+        load_checkpoint(folder)
+    shutil.rmtree(folder / "parameters")
+    with pytest.raises(LoadError, match="parameters: the checkpoint is damaged"):
+        load_checkpoint(folder)
+
+
 def test_damage(saved):
     folder, _ = saved
     settings = (folder / "kvec_model.json").read_text()
     (folder / "kvec_model.json").write_text(settings.replace('"num_attention_heads": 4', '"num_attention_heads": 8'))
-    with pytest.raises(LoadError, match="damaged or doesn't fit"):
+    with pytest.raises(LoadError, match=r"layers.q_proj: expected \[6, 64, 128\], got \[6, 64, 64\]"):
         load_checkpoint(folder)
     (folder / "kvec_model.json").write_text(settings.replace('"num_attention_heads": 4', '"num_attention_heads": "x"'))
     with pytest.raises(LoadError, match="kvec_model.json: the configuration is damaged"):
