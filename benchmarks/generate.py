@@ -33,14 +33,15 @@ def main() -> None:
     policies = {"full": kv.FullCache(), f"snapkv {options.budget}": kv.SnapKV(budget=options.budget)}
     console.print(_machine(options, jax.tree.leaves(lm.model)[0].dtype), highlight=False)
 
-    rows = [(length, _prefill_times(lm, length, policies, options.runs)) for length in options.lengths]
-    console.print(_table("Prefill of one prompt, seconds (compression included)", ["tokens"], rows, "{:.2f}"))
-    rows = []
-    for length in options.lengths[-_DECODE_LENGTHS:]:
-        for batch in options.batch:
-            rates = _decode_rates(lm, length, batch, policies, options)
-            rows.append((length, batch, rates))
-    console.print(_table("Decoding, tokens per second over the batch", ["tokens", "batch"], rows, "{:.1f}"))
+    with console.status("reading prompts"):
+        rows = [(length, _prefill_times(lm, length, policies, options)) for length in options.lengths]
+    console.print("\nPrefill of one prompt, seconds (compression included)")
+    console.print(_table(["tokens"], rows, "{:.2f}"))
+    settings = [(length, batch) for length in options.lengths[-_DECODE_LENGTHS:] for batch in options.batch]
+    with console.status("decoding"):
+        rows = [(*setting, _decode_rates(lm, *setting, policies, options)) for setting in settings]
+    console.print("\nDecoding, tokens per second over the batch")
+    console.print(_table(["tokens", "batch"], rows, "{:.1f}"))
 
 
 def _options() -> argparse.Namespace:
@@ -86,13 +87,13 @@ def _prompt(lm, length: int) -> jax.Array:
     return jnp.asarray([(ids * (length // len(ids) + 1))[:length]], jnp.int32)
 
 
-def _prefill_times(lm, length: int, policies: dict, runs: int) -> dict[str, float]:
+def _prefill_times(lm, length: int, policies: dict, options) -> dict[str, float]:
     tokens, lengths = _prompt(lm, length), jnp.array([length], jnp.int32)
 
     def prefill(policy):
-        jax.block_until_ready(kv.prefill(lm.model, tokens, lengths, policy, reserve=1))
+        jax.block_until_ready(kv.prefill(lm.model, tokens, lengths, policy, reserve=options.decode_tokens))
 
-    return _medians({name: functools.partial(prefill, policy) for name, policy in policies.items()}, runs)
+    return _medians({name: functools.partial(prefill, policy) for name, policy in policies.items()}, options.runs)
 
 
 def _decode_rates(lm, length: int, batch: int, policies: dict, options) -> dict[str, float]:
@@ -138,9 +139,9 @@ def _medians(tasks: dict, runs: int, prepare=None) -> dict[str, float]:
     return {name: statistics.median(values[1:]) for name, values in seconds.items()}
 
 
-def _table(title: str, headings: list[str], rows: list[tuple], form: str) -> Table:
+def _table(headings: list[str], rows: list[tuple], form: str) -> Table:
     """One row per setting: its numbers, the value of each policy, and the last value over the first."""
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for heading in [*headings, *rows[0][-1], "ratio"]:
         table.add_column(heading, justify="right")
     for *setting, values in rows:

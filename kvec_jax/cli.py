@@ -66,7 +66,7 @@ def _add_demo(commands) -> None:
     )
     _add_model_arguments(demo)
     demo.add_argument("--tokens", type=int, default=2000, metavar="N", help="length of the text (default: %(default)s)")
-    demo.add_argument("--depths", type=int, default=5, metavar="N", help="places to hide at (default: %(default)s)")
+    demo.add_argument("--depths", type=int, default=4, metavar="N", help="places to hide at (default: %(default)s)")
     demo.add_argument(
         "--budgets",
         type=lambda text: [parse_budget(part) for part in text.split(",")],

@@ -35,7 +35,7 @@ def run(
     *,
     dtype: str | None = None,
     tokens: int = 2000,
-    depths: int = 5,
+    depths: int = 4,
     budgets: Sequence[int | float] = (64, 128, 256),
     secret: str = "word",
 ) -> list[Row]:
@@ -133,6 +133,8 @@ def _ask_all(console, lm, trials, prompts) -> list[Row]:
                 outputs.append(lm.generate(messages, policy=policy, max_new_tokens=_ANSWER_TOKENS))
                 bar.advance(task)
             rows.append(_row(name, budget, outputs, [secret for _, secret in prompts]))
+            if not console.is_terminal:  # where no bar can move
+                console.print(f"{name} {_budget(budget)}: {rows[-1].right} of {rows[-1].asked} right", highlight=False)
     return rows
 
 
