@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvec_jax.cache import CompressedKV
-from kvec_jax.online_softmax import Partial, attend_blocks, finish, merge
+from kvec_jax.online_softmax import Partial, attend_block, attend_blocks, finish, merge
 from kvec_jax.segments import attend_segments
 from kvec_jax.typing import Array
 
@@ -64,15 +64,24 @@ def prompt_attention(
 
 
 def cache_attention(
-    queries: Array, cache: CompressedKV, layer: Array, *, scale: float, reach: Array | None = None
+    queries: Array,
+    keys: Array,
+    values: Array,
+    cache: CompressedKV,
+    layer: Array,
+    *,
+    scale: float,
+    reach: Array | None = None,
 ) -> Array:
-    """Attention of new tokens over one layer of a compressed cache: its packed rows and its tail.
+    """Attention of new tokens over one layer of a compressed cache (its packed rows and its tail) and over one another.
 
-    The new tokens' own keys and values are already in the tail, at rows ``tail_length`` and after; query q sees the
-    tail up to row ``tail_length + q``.
+    The cache is only read. That the new tokens are not in its tail yet keeps the tail out of the loop over the layers:
+    they are added once, for all layers.
 
     Args:
-        queries: [B, N, Q, D].
+        queries: [B, N, Q, D], the first at each row's ``cache.next_position``.
+        keys: [B, K, Q, D] of the new tokens.
+        values: [B, K, Q, D].
         cache: Whose rows are attended.
         layer: int32 scalar, traced.
         scale: Factor on the logits.
@@ -85,23 +94,19 @@ def cache_attention(
     K = cache.num_kv_heads
     grouped = queries.reshape(B, K, (N // K) * Q, D)
     steps = jnp.tile(jnp.arange(Q), N // K)  # which of the new tokens a grouped query belongs to
-    at = cache.next_position[:, None] + steps  # its position, [B, G * Q]
-    oldest = None if reach is None else at - reach + 1
-    pool = attend_segments(grouped, cache, layer, oldest, scale)
-    tail = _attend_tail(grouped, cache, layer, steps, oldest, scale)
-    out, _ = finish(merge(pool, tail))
+    oldest = None if reach is None else cache.next_position[:, None] + steps - reach + 1  # [B, G * Q]
+    partial = attend_segments(grouped, cache, layer, oldest, scale)
+    partial = merge(partial, _attend_tail(grouped, cache, layer, oldest, scale))
+    out, _ = finish(_attend_new(partial, grouped, keys, values, steps, reach, scale))
     return out.astype(queries.dtype).reshape(B, N, Q, D)
 
 
-def _attend_tail(
-    queries: Array, cache: CompressedKV, layer: Array, steps: Array, oldest: Array | None, scale: float
-) -> Partial:
+def _attend_tail(queries: Array, cache: CompressedKV, layer: Array, oldest: Array | None, scale: float) -> Partial:
     """The partial over the tail; work follows the longest tail in use, not its capacity."""
+    B, K, _, D = queries.shape
     R = cache.tail_capacity
     block = min(KEY_BLOCK, R)
-    visible = cache.tail_length[:, None] + steps + 1  # [B, G * Q]
     first_position = cache.next_position - cache.tail_length
-    B, K, _, D = queries.shape
 
     def slab(tail, start):
         return lax.dynamic_slice(tail, (layer, 0, 0, start, 0), (1, B, K, block, D))[0]
@@ -109,13 +114,32 @@ def _attend_tail(
     def fetch(i):
         start = jnp.minimum(i * block, R - block)
         at = start + jnp.arange(block)
-        mask = (at >= i * block) & (at < visible[..., None])
+        mask = ((at >= i * block) & (at < cache.tail_length[:, None]))[:, None, None]
         if oldest is not None:
-            mask &= first_position[:, None, None] + at >= oldest[..., None]
-        return slab(cache.tail_keys, start), slab(cache.tail_values, start), mask[:, None]
+            mask &= (first_position[:, None, None] + at >= oldest[..., None])[:, None]
+        return slab(cache.tail_keys, start), slab(cache.tail_values, start), mask
 
-    last = -(-jnp.minimum(jnp.max(visible), R) // block)
-    return attend_blocks(queries, fetch, 0, last, scale)
+    return attend_blocks(queries, fetch, 0, -(-jnp.max(cache.tail_length) // block), scale)
+
+
+def _attend_new(
+    partial: Partial, queries: Array, keys: Array, values: Array, steps: Array, reach: Array | None, scale: float
+) -> Partial:
+    """Adds the new tokens themselves, each of which sees those up to itself."""
+    Q = keys.shape[2]
+    block = min(KEY_BLOCK, Q)
+
+    def fetch(i):
+        start = jnp.minimum(i * block, Q - block)
+        at = start + jnp.arange(block)
+        mask = (at >= i * block) & (at <= steps[:, None])
+        if reach is not None:
+            mask &= at > steps[:, None] - reach
+        return _rows(keys, start, block), _rows(values, start, block), mask
+
+    if Q == block:  # no loop for the one token of a decoding step
+        return merge(partial, attend_block(queries, *fetch(0), scale))
+    return attend_blocks(queries, fetch, 0, -(-Q // block), scale, partial)
 
 
 def _rows(x: Array, start: Array, count: int) -> Array:

@@ -1,4 +1,4 @@
-"""The packed key-value cache: every head keeps its own number of rows, and the memory of the others is really given back."""
+"""The packed key-value cache: every head keeps its own number of rows; the memory of the others is given back."""
 
 import dataclasses
 

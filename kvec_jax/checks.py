@@ -45,12 +45,6 @@ def check_lengths(lengths, batch: int, low: int, high: int) -> Array:
     return lengths.astype(jnp.int32)
 
 
-def check_count(name: str, value, low: int) -> None:
-    """Raises unless ``value`` is an int of at least ``low``."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
-        raise ValueError(f"{name}: expected an integer, {low} or more, got {value!r}")
-
-
 def _check_range(name: str, values: Array, low: int, high: int) -> None:
     if isinstance(values, jax.core.Tracer):  # under jit only shapes can be checked
         return

@@ -30,7 +30,8 @@ def extend(
         model: The decoder that made the cache.
         cache: Stays valid: the result is a new cache, with a copy of the tail.
         tokens: int32 [B, Q], right-padded.
-        lengths: int32 [B], real tokens of each row, 0 to Q; ``None`` means that all are. A row without any stays as it is.
+        lengths: int32 [B], real tokens of each row, 0 to Q; ``None`` means that all are. A row without any
+            stays as it is.
         all_logits: Whether to return the logits of all new tokens rather than of the last.
 
     Returns:
@@ -66,40 +67,36 @@ def run_extend(
     Q = tokens.shape[1]
     rotation = Rotation(config, cache.next_position[:, None] + jnp.arange(Q))
 
-    def run_layer(carry, inputs):
-        hidden, tail_keys, tail_values = carry
+    def run_layer(hidden, inputs):
         layer, is_local, block = inputs
         queries, keys, values = block.project(hidden)
         queries, keys = (rotation(x, is_local, layer) for x in (queries, keys))
-        tail_keys = _append(tail_keys, layer, keys, cache.tail_length)
-        tail_values = _append(tail_values, layer, values, cache.tail_length)
-        current = dataclasses.replace(cache, tail_keys=tail_keys, tail_values=tail_values)
         reach = layer_reach(config, is_local, config.max_position_embeddings)
-        attended = cache_attention(queries, current, layer, scale=config.scale, reach=reach)
-        return (block.finish(hidden, attended), tail_keys, tail_values), None
+        attended = cache_attention(queries, keys, values, cache, layer, scale=config.scale, reach=reach)
+        return block.finish(hidden, attended), (keys, values)
 
-    start = model.embed(tokens), cache.tail_keys, cache.tail_values
-    (hidden, tail_keys, tail_values), _ = lax.scan(run_layer, start, layer_inputs(model))
+    hidden, (keys, values) = lax.scan(run_layer, model.embed(tokens), layer_inputs(model))
     if not all_logits:
         last = jnp.maximum(lengths - 1, 0)
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
     return model.unembed(hidden), dataclasses.replace(
         cache,
-        tail_keys=tail_keys,
-        tail_values=tail_values,
+        tail_keys=_append(cache.tail_keys, keys, cache.tail_length),
+        tail_values=_append(cache.tail_values, values, cache.tail_length),
         tail_length=cache.tail_length + lengths,
         next_position=cache.next_position + lengths,
     )
 
 
-def _append(tail: Array, layer: Array, rows: Array, at: Array) -> Array:
-    """Writes ``rows`` [B, K, Q, D] into the tail [L, B, K, R, D] of a layer, from row ``at`` [B] on.
+def _append(tail: Array, rows: Array, at: Array) -> Array:
+    """Writes ``rows`` [L, B, K, Q, D] into the tail [L, B, K, R, D], from row ``at`` [B] on.
 
     Rows beyond the tail's end are dropped; only padding ever lies there.
     """
-    B, _, Q, _ = rows.shape
+    B, Q = rows.shape[1], rows.shape[3]
     place = at[:, None] + jnp.arange(Q)
-    return tail.at[layer, jnp.arange(B)[:, None], :, place].set(rows.swapaxes(1, 2), mode="drop")
+    rows = jnp.moveaxis(rows, (1, 3), (0, 1))  # [B, Q, L, K, D], as the indexing below gives
+    return tail.at[:, jnp.arange(B)[:, None], :, place].set(rows, mode="drop")
 
 
 def _check(model: Transformer, cache: CompressedKV, tokens, lengths) -> tuple[Array, Array]:

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvec_jax.arguments import check_count
 from kvec_jax.cache import CompressedKV
-from kvec_jax.checks import check_count, check_policy, check_tokens
+from kvec_jax.checks import check_policy, check_tokens
 from kvec_jax.decoding import DecodeState, advance, begin
 from kvec_jax.extend import check_room
 from kvec_jax.models.transformer import Transformer
@@ -92,8 +93,8 @@ def decode(
         eos_token_ids: Tokens that end a row; ``None`` means the model's own. A row is filled up with its end token.
 
     Returns:
-        Tokens int32 [B, max_new_tokens], and the cache with all of them but the last, or up to a row's end token, in its
-        tail.
+        Tokens int32 [B, max_new_tokens], and the cache with all of them but the last, or up to a row's end token,
+        in its tail.
 
     Raises:
         ValueError: If the tail has no room, or the context of the model would be exceeded.

@@ -114,7 +114,7 @@ def _pool(B: int, P: int, D: int, dtype, **fields) -> Pool:
 
 
 def _take_rows(x: Array, index: Array) -> Array:
-    """Rows of ``x`` [..., T, D] at ``index`` [..., S]; an index of T or more gives some row, for the caller to ignore."""
+    """Rows of ``x`` [..., T, D] at ``index`` [..., S]; an index of T or more gives some row, to be ignored."""
     return jnp.take_along_axis(x, jnp.minimum(index, x.shape[-2] - 1)[..., None], axis=-2)
 
 

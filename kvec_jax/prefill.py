@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvec_jax.arguments import check_count
 from kvec_jax.attention import prompt_attention
 from kvec_jax.cache import CompressedKV
 from kvec_jax.checks import check_policy, check_tokens
@@ -55,6 +56,7 @@ def prefill(
         32
     """
     check_policy(policy)
+    check_count("reserve", reserve, 0)
     tokens, lengths = check_tokens(model.config, tokens, lengths)
     return _prefill(model, tokens, lengths, policy, reserve, all_logits)
 

@@ -102,4 +102,3 @@ def _check(name: str, value, expected: str, good) -> None:
 
 
 Sampler = Greedy | Sample
-

@@ -30,8 +30,8 @@ def window_scores(
         queries: [B, N, W, D], after RoPE.
         positions: int32 [B, W] of the queries; the rows of those below 0 are zeros.
         keys: [B, K, T, D], key t at position t. No query is at or after a row's padding, so padding gets no weight.
-        reduce: From weights float32 [B, K, G, W, S] of a block of S keys to any pytree of arrays [..., S]; it treats the
-            keys one by one.
+        reduce: From weights float32 [B, K, G, W, S] of a block of S keys to any pytree of arrays [..., S]; it treats
+            the keys one by one.
         scale: Factor on the logits.
 
     Returns:

@@ -15,9 +15,7 @@ RAGGED_BLOCK = 64
 RAGGED_BATCH = 32
 
 
-def attend_segments(
-    queries: Array, cache: CompressedKV, layer: Array, oldest: Array | None, scale: float
-) -> Partial:
+def attend_segments(queries: Array, cache: CompressedKV, layer: Array, oldest: Array | None, scale: float) -> Partial:
     """The partial of every head's queries over its own segment of a layer.
 
     Args:
@@ -37,9 +35,7 @@ def attend_segments(
     return _attend_ragged(queries, cache, layer, oldest, scale)
 
 
-def _attend_equal(
-    queries: Array, cache: CompressedKV, layer: Array, oldest: Array | None, scale: float
-) -> Partial:
+def _attend_equal(queries: Array, cache: CompressedKV, layer: Array, oldest: Array | None, scale: float) -> Partial:
     """Every segment has ``segment_rows`` rows: plain batched products, up to the longest segment in use."""
     B, K, _, D = queries.shape
     S = cache.segment_rows
@@ -62,9 +58,7 @@ def _attend_equal(
     return attend_blocks(queries, fetch, 0, -(-jnp.max(counts) // block), scale)
 
 
-def _attend_ragged(
-    queries: Array, cache: CompressedKV, layer: Array, oldest: Array | None, scale: float
-) -> Partial:
+def _attend_ragged(queries: Array, cache: CompressedKV, layer: Array, oldest: Array | None, scale: float) -> Partial:
     """Split flash-decoding: blocks of all segments stand in one list, and are attended a batch at a time.
 
     A loop per segment would take as long as the longest; the list has as many blocks as there are rows to read.
@@ -72,9 +66,7 @@ def _attend_ragged(
     B, K, M, D = queries.shape
     P = cache.keys.shape[1]
     pool_keys, pool_values = cache.keys.reshape(B * P, D), cache.values.reshape(B * P, D)
-    counts, starts = (
-        lax.dynamic_index_in_dim(x, layer, 1, keepdims=False) for x in (cache.counts, cache.starts)
-    )
+    counts, starts = (lax.dynamic_index_in_dim(x, layer, 1, keepdims=False) for x in (cache.counts, cache.starts))
     starts = (starts + P * jnp.arange(B)[:, None]).reshape(-1)
     counts = counts.reshape(-1)
     blocks = -(-counts // RAGGED_BLOCK)

@@ -36,8 +36,8 @@ FIRST_KEY = 2**31 - 1
 def top_k_mask(keys: Array, k: Array) -> Array:
     """Marks the ``k`` largest keys along the last axis; of equal ones those with the lower index.
 
-    The k-th largest key is found bit by bit: 32 counts of how many keys are at least a candidate. No sort, exact for any
-    length and any k, which may differ from row to row and be traced.
+    The k-th largest key is found bit by bit: 32 counts of how many keys are at least a candidate. No sort, exact for
+    any length and any k, which may differ from row to row and be traced.
 
     Args:
         keys: int32 [..., S], see ``ordered_keys``.

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvec_jax.arguments import check_count
 from kvec_jax.cache import CompressedKV
-from kvec_jax.checks import check_count, check_policy
+from kvec_jax.checks import check_policy
 from kvec_jax.decoding import DecodeState, advance, begin
 from kvec_jax.generate import check_key, end_tokens
 from kvec_jax.models.config import ModelConfig
@@ -114,8 +115,8 @@ class LanguageModel:
     ) -> Output | list[Output]:
         """Reads a prompt, keeps what the policy chooses of its cache, and generates.
 
-        Prompts are padded to one of a few lengths, so that another prompt of about the same length runs at once, without
-        compiling again.
+        Prompts are padded to one of a few lengths, so that another prompt of about the same length runs at once,
+        without compiling again.
 
         Args:
             prompt: A string (taken as it is), chat messages (a list of ``{"role": ..., "content": ...}``), or a list of
@@ -124,14 +125,16 @@ class LanguageModel:
             max_new_tokens: Most tokens to generate.
             sampler: ``Greedy()`` or ``Sample(...)``.
             key: Random key for ``Sample``.
-            stream: Called with each new piece of text as it comes: ``stream(text)``, or ``stream(row, text)`` for a batch.
+            stream: Called with each new piece of text as it comes: ``stream(text)``, or ``stream(row, text)`` for a
+                batch.
             eos_token_ids: Tokens that end a generation; ``None`` means the model's own.
 
         Returns:
             An ``Output``, or a list of them for a batch.
 
         Raises:
-            TypeError, ValueError: For arguments that can't be: an empty prompt or batch, or one beyond the model's context.
+            TypeError, ValueError: For arguments that can't be, such as an empty prompt or batch, or one beyond the model's
+                context.
         """
         check_policy(policy)
         check_count("max_new_tokens", max_new_tokens, 1)
@@ -274,7 +277,7 @@ def pad_prompts(ids: list[list[int]], context: int) -> tuple[np.ndarray, np.ndar
 
 
 def bucket(length: int, context: int) -> int:
-    """The padded length for a prompt: 64 or a quarter step of a power of two (at most a fifth is padding), or ``context``.
+    """The padded length for a prompt: a multiple of 64 that wastes at most a fifth, or the ``context``.
 
     Example:
         >>> bucket(5, 8192), bucket(1030, 8192), bucket(8000, 8192)

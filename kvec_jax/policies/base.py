@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvec_jax.arguments import check_choice, check_count
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.policies.budgets import Even
 from kvec_jax.select import FIRST_KEY, LOWEST_KEY, ordered_keys
@@ -78,10 +79,10 @@ class Stateless:
     window: int = 0
 
     def init(self, config: ModelConfig, batch: int, length: int) -> None:
-        return None
+        """Nothing is carried."""
 
     def after(self, kept: Array, carry: None) -> None:
-        return None
+        """Nothing is carried."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,10 +118,8 @@ class Policy:
     def __post_init__(self):
         if not hasattr(self.budget, "per_layer"):
             object.__setattr__(self, "budget", Even(self.budget))
-        if self.scope not in ("head", "layer"):
-            raise ValueError(f"scope: expected 'head' or 'layer', got {self.scope!r}")
-        if not isinstance(self.sinks, int) or self.sinks < 0:
-            raise ValueError(f"sinks: expected a number of tokens, 0 or more, got {self.sinks!r}")
+        check_choice("scope", self.scope, ("head", "layer"))
+        check_count("sinks", self.sinks, 0)
         always = self.scorer.window + self.sinks
         tokens = getattr(self.budget, "tokens", None)
         if isinstance(tokens, int) and tokens < always:

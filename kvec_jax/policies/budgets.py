@@ -14,8 +14,8 @@ class Even:
     """The same budget for every layer.
 
     Args:
-        tokens: An ``int`` is a number of tokens per key-value head, everything that is always kept included. A ``float`` in
-            (0, 1] is a share of each prompt's own length, rounded half up, at least one token.
+        tokens: An ``int`` is a number of tokens per key-value head, everything that is always kept included. A ``float``
+            in (0, 1] is a share of each prompt's own length, rounded half up, at least one token.
 
     Raises:
         TypeError, ValueError: If it is neither.

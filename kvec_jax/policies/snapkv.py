@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from kvec_jax.arguments import check_choice, check_count, check_kernel
 from kvec_jax.policies.base import Observation, Policy, Stateless
 from kvec_jax.scores import pool_scores, window_scores
 from kvec_jax.typing import Array
@@ -28,9 +29,12 @@ class WindowAttention(Stateless):
     pooling: Literal["max", "avg"] = "max"
 
     def __post_init__(self):
-        check_window(self.window, self.kernel, self.pooling)
+        check_count("window", self.window, 1)
+        check_kernel("kernel", self.kernel)
+        check_choice("pooling", self.pooling, ("max", "avg"))
 
     def score(self, seen: Observation, carry: None) -> tuple[Array, None]:
+        """Pooled mean attention float32 [B, K, T]."""
         queries, positions = seen.last_queries(self.window)
         rows = jnp.minimum(seen.lengths, self.window)[:, None, None]
 
@@ -39,16 +43,6 @@ class WindowAttention(Stateless):
 
         scores = window_scores(queries, positions, seen.keys, mean, scale=seen.scale) / rows
         return pool_scores(scores, seen.lengths - self.window, self.kernel, self.pooling), carry
-
-
-def check_window(window: int, kernel: int, pooling: str) -> None:
-    """Raises unless the settings of a pooled observation window make sense."""
-    if not isinstance(window, int) or window < 1:
-        raise ValueError(f"window: expected a number of tokens, 1 or more, got {window!r}")
-    if not isinstance(kernel, int) or kernel < 1 or kernel % 2 == 0:
-        raise ValueError(f"kernel: expected an odd number, 1 or more, got {kernel!r}")
-    if pooling not in ("max", "avg"):
-        raise ValueError(f"pooling: expected 'max' or 'avg', got {pooling!r}")
 
 
 def SnapKV(budget: Any, *, window: int = 32, kernel: int = 7, pooling: Literal["max", "avg"] = "max") -> Policy:

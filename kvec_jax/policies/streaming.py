@@ -14,6 +14,7 @@ class Recency(Stateless):
     """Scores every entry by its position: the newest are the best."""
 
     def score(self, seen: Observation, carry: None) -> tuple[Array, None]:
+        """Positions float32 [B, K, T]."""
         B, K, T, _ = seen.keys.shape
         return jnp.broadcast_to(jnp.arange(T, dtype=jnp.float32), (B, K, T)), carry
 
