@@ -13,6 +13,7 @@ from kvec_jax.decoding import DecodeState, advance, begin
 from kvec_jax.extend import check_room
 from kvec_jax.models.transformer import Transformer
 from kvec_jax.policies.base import Policy
+from kvec_jax.policies.prepared import prepare
 from kvec_jax.prefill import run_prefill
 from kvec_jax.sampling import Greedy, Sample, Sampler
 from kvec_jax.typing import Array
@@ -62,12 +63,12 @@ def generate(
     _check_context(model, lengths, max_new_tokens)
     key = check_key(sampler, key, tokens.shape[0])
     ends = end_tokens(model, eos_token_ids)
-    return _generate(model, tokens, lengths, policy, sampler, key, max_new_tokens, ends)
+    return _generate(model, prepare(policy, model), tokens, lengths, policy, sampler, key, max_new_tokens, ends)
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "max_new_tokens", "eos_token_ids"))
-def _generate(model, tokens, lengths, policy, sampler, key, max_new_tokens, eos_token_ids):
-    logits, cache = run_prefill(model, tokens, lengths, policy, max_new_tokens)
+def _generate(model, prepared, tokens, lengths, policy, sampler, key, max_new_tokens, eos_token_ids):
+    logits, cache = run_prefill(model, prepared, tokens, lengths, policy, max_new_tokens)
     return run_decode(model, cache, logits, sampler, key, max_new_tokens, eos_token_ids).tokens
 
 

@@ -1,6 +1,7 @@
 """Reading a prompt: one scan over the layers, in which each layer's cache is compressed as soon as it exists."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,11 @@ from kvec_jax.arguments import check_count
 from kvec_jax.attention import prompt_attention
 from kvec_jax.cache import CompressedKV
 from kvec_jax.checks import check_policy, check_tokens
+from kvec_jax.keeping import keeper
 from kvec_jax.models.transformer import Rotation, Transformer
-from kvec_jax.policies.base import Observation, Policy, window_keys
-from kvec_jax.pool import Pool, equal_pool, ragged_pool
-from kvec_jax.select import top_k_mask
+from kvec_jax.policies.base import Observation, Policy
+from kvec_jax.policies.prepared import prepare
+from kvec_jax.pool import Pool
 from kvec_jax.typing import Array
 
 
@@ -58,40 +60,57 @@ def prefill(
     check_policy(policy)
     check_count("reserve", reserve, 0)
     tokens, lengths = check_tokens(model.config, tokens, lengths)
-    return _prefill(model, tokens, lengths, policy, reserve, all_logits)
+    return _prefill(model, prepare(policy, model), tokens, lengths, policy, reserve, all_logits)
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "reserve", "all_logits"))
-def _prefill(model, tokens, lengths, policy, reserve, all_logits):
-    return run_prefill(model, tokens, lengths, policy, reserve, all_logits)
+def _prefill(model, prepared, tokens, lengths, policy, reserve, all_logits):
+    return run_prefill(model, prepared, tokens, lengths, policy, reserve, all_logits)
 
 
 def run_prefill(
-    model: Transformer, tokens: Array, lengths: Array, policy: Policy, reserve: int, all_logits: bool = False
+    model: Transformer,
+    prepared: Any,
+    tokens: Array,
+    lengths: Array,
+    policy: Policy,
+    reserve: int,
+    all_logits: bool = False,
 ) -> tuple[Array, CompressedKV]:
-    """``prefill`` without checks, to be called under ``jit``."""
+    """``prefill`` without checks, to be called under ``jit``; ``prepared`` is what ``prepare`` gave."""
     config = model.config
     B, T = tokens.shape
     rotation = Rotation(config, jnp.broadcast_to(jnp.arange(T), (B, T)))
-    choose = _Choice(policy, config, lengths, T)
+    keep = keeper(policy, config, lengths, T)
 
     def read_layer(carry, inputs):
         hidden, pool, memory = carry
-        layer, is_local, block = inputs
-        queries, keys, values = block.project(hidden)
-        queries, keys = (rotation(x, is_local, layer) for x in (queries, keys))
+        (layer, is_local, block), prepared = inputs
+        raw_queries, raw_keys, values = block.project(hidden)
+        queries, keys = (rotation(x, is_local, layer) for x in (raw_queries, raw_keys))
         reach = layer_reach(config, is_local, T)
         attended = prompt_attention(queries, keys, values, lengths, scale=config.scale, reach=reach)
         hidden = block.finish(hidden, attended)
-        projection = block.o_proj[...].reshape(config.num_attention_heads, config.head_dim, -1)
-        kept, memory = choose(layer, is_local, queries, keys, values, projection, memory)
-        return (hidden, pool.add(layer, keys, values, kept), memory), None
+        seen = Observation(
+            queries=queries,
+            raw_queries=raw_queries,
+            keys=keys,
+            values=values,
+            lengths=lengths,
+            output_projection=block.o_proj[...].reshape(config.num_attention_heads, config.head_dim, -1),
+            prepared=prepared,
+            layer=keep.plan.ranks[layer],
+            num_layers=keep.plan.num_layers,
+            config=config,
+        )
+        pool, memory = keep.add(pool, layer, is_local, seen, memory)
+        return (hidden, pool, memory), None
 
-    start = model.embed(tokens), choose.pool(model.dtype), policy.scorer.init(config, B, T)
-    (hidden, pool, _), _ = lax.scan(read_layer, start, layer_inputs(model))
+    start = model.embed(tokens), keep.empty(model.dtype), policy.scorer.init(config, B, T)
+    (hidden, pool, _), _ = lax.scan(read_layer, start, (layer_inputs(model), prepared))
     if not all_logits:
         hidden = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    return model.unembed(hidden), _cache(pool, config, lengths, reserve)
+    return model.unembed(hidden), _cache(keep.finish(pool), config, lengths, reserve)
 
 
 def layer_inputs(model: Transformer):
@@ -105,66 +124,6 @@ def layer_inputs(model: Transformer):
 def layer_reach(config, is_local: Array, everything: int) -> Array | None:
     """How many tokens back a layer's queries see; ``None`` where no layer of the model is local."""
     return jnp.where(is_local, config.sliding_window, everything) if config.local_layers else None
-
-
-class _Choice:
-    """Applies a policy to one layer after the other of prompts of known lengths."""
-
-    def __init__(self, policy: Policy, config, lengths: Array, T: int):
-        self.policy, self.config, self.lengths, self.T = policy, config, lengths, T
-        self.num_compressed = config.num_hidden_layers - len(config.local_layers)
-        self.keeps_all = policy.budget.most(T) >= T and not config.local_layers
-        self.budgets = policy.budget.per_layer(lengths, self.num_compressed)  # [compressed layers, B]
-        compressed = np.ones(config.num_hidden_layers, bool)
-        compressed[list(config.local_layers)] = False
-        # Number of each layer among those that compress (of no meaning for the others).
-        self.ranks = jnp.asarray(np.maximum(np.cumsum(compressed) - 1, 0))
-
-    def pool(self, dtype) -> Pool:
-        """The empty pool that what is chosen fits into."""
-        config, budget, T = self.config, self.policy.budget, self.T
-        L, K, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-        B = self.lengths.shape[0]
-        if self.keeps_all or (budget.even and self.policy.scope == "head" and not config.local_layers):
-            return equal_pool(B, L, K, D, budget.most(T), dtype, self.lengths)
-        local = min(config.sliding_window or 0, T)
-        rows = K * (budget.total(T, self.num_compressed) + local * len(config.local_layers))
-        return ragged_pool(B, L, K, D, rows, K * max(budget.most(T), local), dtype)
-
-    def __call__(self, layer, is_local, queries, keys, values, projection, memory):
-        """Which entries bool [B, K, T] of a layer are kept (``None``: all), and what the scorer remembers."""
-        if self.keeps_all:
-            return None, memory
-        rank = self.ranks[layer]
-        seen = Observation(
-            queries=queries,
-            keys=keys,
-            values=values,
-            lengths=self.lengths,
-            output_projection=projection,
-            layer=rank,
-            num_layers=self.num_compressed,
-            scale=self.config.scale,
-        )
-        if not self.config.local_layers:
-            return self._compress(seen, rank, memory)
-        return lax.cond(is_local, self._keep_window, self._compress, seen, rank, memory)
-
-    def _compress(self, seen: Observation, rank: Array, memory):
-        policy = self.policy
-        scores, memory = policy.scorer.score(seen, memory)
-        order = policy.keys(scores, self.lengths)
-        B, K, T = order.shape
-        budget = self.budgets[rank][:, None]
-        if policy.scope == "layer":
-            order, budget = order.reshape(B, 1, K * T), K * budget
-        kept = top_k_mask(order, budget).reshape(B, K, T)
-        return kept, policy.scorer.after(kept, memory)
-
-    def _keep_window(self, seen: Observation, rank: Array, memory):
-        order = window_keys(self.lengths, seen.keys.shape[:3])
-        window = jnp.minimum(self.lengths, self.config.sliding_window)
-        return top_k_mask(order, window[:, None]), memory
 
 
 def _cache(pool: Pool, config, lengths: Array, reserve: int) -> CompressedKV:

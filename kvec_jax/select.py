@@ -33,8 +33,8 @@ LOWEST_KEY = -(2**31)
 FIRST_KEY = 2**31 - 1
 
 
-def top_k_mask(keys: Array, k: Array) -> Array:
-    """Marks the ``k`` largest keys along the last axis; of equal ones those with the lower index.
+def top_k_mask(keys: Array, k: Array, rank: Array | None = None) -> Array:
+    """Marks the ``k`` largest keys along the last axis; of equal ones those that come first.
 
     The k-th largest key is found bit by bit: 32 counts of how many keys are at least a candidate. No sort, exact for
     any length and any k, which may differ from row to row and be traced.
@@ -42,6 +42,7 @@ def top_k_mask(keys: Array, k: Array) -> Array:
     Args:
         keys: int32 [..., S], see ``ordered_keys``.
         k: int32 [...] or scalar, how many to mark; from 0 up. All are marked where ``k >= S``.
+        rank: int32 [..., S], distinct and from 0 up: which of equal keys comes first. ``None`` means the lower index.
 
     Returns:
         bool [..., S].
@@ -61,7 +62,9 @@ def top_k_mask(keys: Array, k: Array) -> Array:
     threshold = lax.fori_loop(0, 32, try_bit, jnp.zeros(k.shape, jnp.uint32))[..., None]
     above, equal = unsigned > threshold, unsigned == threshold
     room = k - jnp.sum(above, axis=-1, dtype=jnp.int32)
-    return above | (equal & (jnp.cumsum(equal, axis=-1) <= room[..., None]))
+    if rank is None:
+        return above | (equal & (jnp.cumsum(equal, axis=-1) <= room[..., None]))
+    return above | (equal & top_k_mask(jnp.where(equal, -rank, LOWEST_KEY), room))
 
 
 def indices_of(mask: Array, capacity: int) -> Array:

@@ -19,6 +19,7 @@ from kvec_jax.generate import check_key, end_tokens
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.models.transformer import Transformer
 from kvec_jax.policies import FullCache, Policy
+from kvec_jax.policies.prepared import prepare
 from kvec_jax.prefill import run_prefill
 from kvec_jax.sampling import Greedy, Sampler
 from kvec_jax.typing import Array
@@ -133,8 +134,8 @@ class LanguageModel:
             An ``Output``, or a list of them for a batch.
 
         Raises:
-            TypeError, ValueError: For arguments that can't be, such as an empty prompt or batch, or one beyond the model's
-                context.
+            TypeError, ValueError: For arguments that can't be, such as an empty prompt or batch, or a prompt beyond the
+                model's context.
         """
         check_policy(policy)
         check_count("max_new_tokens", max_new_tokens, 1)
@@ -200,9 +201,11 @@ class _Run:
         self.compile_seconds = self.prefill_seconds = self.decode_seconds = 0.0
 
     def __call__(self, tokens, lengths, max_new_tokens: int, listeners: list) -> DecodeState:
-        first = self._compile(_start, tokens, lengths, self.policy, self.sampler, self.key, self.capacity, self.ends)
+        prepared = prepare(self.policy, self.model)
+        inputs = prepared, tokens, lengths
+        first = self._compile(_start, *inputs, self.policy, self.sampler, self.key, self.capacity, self.ends)
         began = time.perf_counter()
-        state = jax.block_until_ready(first(self.model, tokens, lengths, self.sampler, self.key))
+        state = jax.block_until_ready(first(self.model, *inputs, self.sampler, self.key))
         self.prefill_seconds = time.perf_counter() - began
         streaming = listeners[0] is not None
         step = _STREAM_STEP if streaming else max_new_tokens
@@ -231,8 +234,8 @@ class _Run:
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "capacity", "eos_token_ids"))
-def _start(model, tokens, lengths, policy, sampler, key, capacity, eos_token_ids):
-    logits, cache = run_prefill(model, tokens, lengths, policy, capacity)
+def _start(model, prepared, tokens, lengths, policy, sampler, key, capacity, eos_token_ids):
+    logits, cache = run_prefill(model, prepared, tokens, lengths, policy, capacity)
     return begin(cache, logits, sampler, key, capacity, eos_token_ids)
 
 

@@ -1,19 +1,22 @@
 """Every eviction method in one sentence: score the entries, then keep the best n among those that compete."""
 
 import dataclasses
-from typing import Any, Literal, Protocol
+import numbers
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from kvec_jax.arguments import check_choice, check_count
 from kvec_jax.models.config import ModelConfig
-from kvec_jax.policies.budgets import Even
+from kvec_jax.policies.budgets import BudgetRule, Even
 from kvec_jax.select import FIRST_KEY, LOWEST_KEY, ordered_keys
 from kvec_jax.typing import Array
 
 Scope = Literal["head", "layer", "model"]
+
+# Order of the entries that a scorer forces in: above every score, below what is always kept.
+_FORCED_KEY = FIRST_KEY - (1 << 20)
 
 
 @jax.tree_util.register_dataclass
@@ -23,23 +26,32 @@ class Observation:
 
     Attributes:
         queries: [B, N, T, D], after RoPE.
+        raw_queries: [B, N, T, D], before RoPE.
         keys: [B, K, T, D], after RoPE.
         values: [B, K, T, D].
         lengths: int32 [B]; tokens at and after a row's length are padding.
         output_projection: [N, D, M], W_O of each head.
+        prepared: What the scorer's ``prepare`` made of this layer's weights.
         layer: int32 scalar, traced: number of the layer among those that compress.
         num_layers: Static. How many layers compress.
-        scale: Static. Factor on the logits of attention.
+        config: Static. Of the model.
     """
 
     queries: Array
+    raw_queries: Array
     keys: Array
     values: Array
     lengths: Array
     output_projection: Array
+    prepared: Any
     layer: Array
     num_layers: int = dataclasses.field(metadata={"static": True})
-    scale: float = dataclasses.field(metadata={"static": True})
+    config: ModelConfig = dataclasses.field(metadata={"static": True})
+
+    @property
+    def scale(self) -> float:
+        """Factor on the logits of attention."""
+        return self.config.scale
 
     def last_queries(self, count: int) -> tuple[Array, Array]:
         """Queries of each row's last ``count`` real tokens.
@@ -52,6 +64,26 @@ class Observation:
         index = jnp.maximum(positions, 0)[:, None, :, None]
         return jnp.take_along_axis(self.queries, index, axis=2), positions
 
+    def per_head(self, scores: Array) -> Array:
+        """Gives the same scores [B, T] to every key-value head: [B, K, T]."""
+        B, K, T, _ = self.keys.shape
+        return jnp.broadcast_to(scores[:, None], (B, K, T))
+
+
+class Scores(NamedTuple):
+    """Scores of a layer from a scorer that says more than how much each entry matters.
+
+    Attributes:
+        final: float32 [B, K, T], what decides.
+        base: float32 [B, K, T]: first the best by ``base`` are placed, as many as ``Scorer.forced`` says, then the
+            rest by ``final``. Where heads compete, ``base`` divides the places among them. ``None``: one stage only.
+        preference: float32 [B], how much the layer wants, for budget rules that ask; ``None`` if it doesn't say.
+    """
+
+    final: Array
+    base: Array | None = None
+    preference: Array | None = None
+
 
 class Scorer(Protocol):
     """Says how much each entry of a layer matters. A frozen dataclass, so that it can be a static argument of ``jit``.
@@ -62,11 +94,17 @@ class Scorer(Protocol):
 
     window: int
 
+    def prepare(self, model) -> Any:
+        """What is computed from the weights once per model: a pytree with a leading layer axis, or ``None``."""
+
     def init(self, config: ModelConfig, batch: int, length: int) -> Any:
         """What is carried into the first layer: any pytree."""
 
-    def score(self, seen: Observation, carry: Any) -> tuple[Array, Any]:
-        """Scores float32 [B, K, T] of one layer, and what is carried on."""
+    def score(self, seen: Observation, carry: Any) -> tuple[Array | Scores, Any]:
+        """Scores float32 [B, K, T] (or ``Scores``) of one layer, and what is carried on."""
+
+    def forced(self, budget: Array) -> Array:
+        """Entries of a head with this ``budget`` (int32) that the base scores place, always kept ones included."""
 
     def after(self, kept: Array, carry: Any) -> Any:
         """What is carried on once it is known which entries ``kept`` bool [B, K, T] were chosen."""
@@ -77,6 +115,9 @@ class Stateless:
     """Base of scorers that carry nothing from layer to layer; a subclass defines ``score``."""
 
     window: int = 0
+
+    def prepare(self, model) -> None:
+        """Nothing is prepared."""
 
     def init(self, config: ModelConfig, batch: int, length: int) -> None:
         """Nothing is carried."""
@@ -89,15 +130,16 @@ class Stateless:
 class Policy:
     """What to keep of a prompt's cache: a scorer, who competes with whom, and for how many places.
 
-    Any scorer goes with any scope and any budget.
+    Any scorer goes with any scope and any budget; ``dataclasses.replace`` changes one of them.
 
     Args:
         scorer: How much each entry matters.
         budget: Tokens per key-value head, on average over those that compete: an int (window and sinks inside it), a
-            float share of the prompt in (0, 1], or a budget rule such as ``Even``.
-        scope: ``"head"``: each head keeps its own best ``budget``; ``"layer"``: the heads of a layer compete for
-            ``K * budget`` places.
+            float share of the prompt in (0, 1], or a budget rule such as ``Even`` or ``Pyramid``.
+        scope: ``"head"``: each head keeps its own best; ``"layer"``: the heads of a layer compete for its places;
+            ``"model"``: all heads of all layers compete for all places.
         sinks: Tokens at the beginning of the prompt that are always kept.
+        floor: For ``"layer"``: share of the budget that every head gets whatever its scores, in [0, 1].
         name: What tables call it.
 
     Raises:
@@ -110,38 +152,44 @@ class Policy:
     """
 
     scorer: Scorer
-    budget: Any
+    budget: BudgetRule | int | float
     scope: Scope = "head"
     sinks: int = 0
+    floor: float = 0.0
     name: str = "policy"
 
     def __post_init__(self):
         if not hasattr(self.budget, "per_layer"):
             object.__setattr__(self, "budget", Even(self.budget))
-        check_choice("scope", self.scope, ("head", "layer"))
+        check_choice("scope", self.scope, ("head", "layer", "model"))
         check_count("sinks", self.sinks, 0)
-        always = self.scorer.window + self.sinks
-        tokens = getattr(self.budget, "tokens", None)
-        if isinstance(tokens, int) and tokens < always:
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"floor: expected a share in [0, 1], got {self.floor!r}")
+        tokens, always = self.budget.tokens, self.scorer.window + self.sinks
+        if isinstance(tokens, numbers.Integral) and tokens < always:
             raise ValueError(
                 f"budget: expected at least {always} tokens (window {self.scorer.window} and sinks {self.sinks}, "
                 f"which are always kept), got {tokens}"
             )
 
-    def keys(self, scores: Array, lengths: Array) -> Array:
-        """Order of the entries, int32 [B, K, T], from scores [B, K, T]: protected ones first, padding last.
+    def order(self, scores: Array, lengths: Array, forced: Array | None = None) -> Array:
+        """Order of the entries, int32 [B, K, T], from scores [B, K, T]: always kept ones first, padding last.
 
-        Where even the protected ones don't all fit (a share of a short prompt), the newest come first, then the sinks.
+        Where even those that are always kept don't all fit (a share of a short prompt), the newest come first, then the
+        sinks. ``forced`` bool [B, K, T] entries come next.
         """
         at = jnp.arange(scores.shape[-1])
         age = lengths[:, None, None] - 1 - at  # 0 for the last token, negative for padding
         window = self.scorer.window
-        keys = jnp.where(at < self.sinks, FIRST_KEY - window - at, ordered_keys(scores))
-        keys = jnp.where(age < window, FIRST_KEY - age, keys)
-        return jnp.where(age < 0, LOWEST_KEY, keys)
+        order = ordered_keys(scores)
+        if forced is not None:
+            order = jnp.where(forced, _FORCED_KEY, order)
+        order = jnp.where(at < self.sinks, FIRST_KEY - window - at, order)
+        order = jnp.where(age < window, FIRST_KEY - age, order)
+        return jnp.where(age < 0, LOWEST_KEY, order)
 
 
-def window_keys(lengths: Array, shape: tuple[int, ...]) -> Array:
-    """Order int32 ``shape`` [B, K, T] by age alone, newest first, padding last: what a local layer keeps."""
-    at = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
-    return jnp.where(at < lengths[:, None, None], at, LOWEST_KEY)
+def newest_first(lengths: Array, shape: tuple[int, ...]) -> Array:
+    """Order int32 ``shape`` [B, K, T] by age alone, padding last, above every score: what a local layer keeps."""
+    age = lengths[:, None, None] - 1 - jnp.arange(shape[-1])
+    return jnp.broadcast_to(jnp.where(age < 0, LOWEST_KEY, FIRST_KEY - age), shape)

@@ -1,0 +1,100 @@
+"""A pool in which entries of different layers compete: the best so far, replaced as better ones come.
+
+An entry outside the best n of the first layers has n better ones, so it can never come back: keeping only the best n
+while the layers pass is exact, and needs the keys of one layer at a time.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kvec_jax.select import LOWEST_KEY, indices_of
+from kvec_jax.typing import Array
+
+_EMPTY = 2**31 - 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Competition:
+    """Places that entries of all layers compete for, in no order.
+
+    Attributes:
+        keys, values: [B, P, D].
+        order: int32 [B, P], which entry is better; ``LOWEST_KEY`` in empty places.
+        identity: int32 [B, P], ``(layer * K + head) * T + position`` of each entry; breaks ties, and sorts at the end.
+        length: Static. T.
+    """
+
+    keys: Array
+    values: Array
+    order: Array
+    identity: Array
+    length: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def empty(cls, B: int, places: int, D: int, T: int, dtype) -> "Competition":
+        """No entries yet."""
+        return cls(
+            keys=jnp.zeros((B, places, D), dtype),
+            values=jnp.zeros((B, places, D), dtype),
+            order=jnp.full((B, places), LOWEST_KEY, jnp.int32),
+            identity=jnp.full((B, places), _EMPTY, jnp.int32),
+            length=T,
+        )
+
+    def candidates(self, layer: Array, order: Array) -> tuple[Array, Array]:
+        """Order and identity int32 [B, P + K * T] of all places and then of a layer's entries, ``order`` [B, K, T]."""
+        B, K, T = order.shape
+        new = jnp.broadcast_to(layer * K * T + jnp.arange(K * T, dtype=jnp.int32), (B, K * T))
+        return (
+            jnp.concatenate([self.order, order.reshape(B, K * T)], axis=1),
+            jnp.concatenate([self.identity, new], axis=1),
+        )
+
+    def replace(self, alive: Array, order: Array, identity: Array, keys: Array, values: Array) -> "Competition":
+        """Puts the new entries that are ``alive`` into the places of old ones that are not.
+
+        Args:
+            alive: bool [B, P + K * T], no more than P of them.
+            order: int32 [B, P + K * T], as ``candidates`` gave it.
+            identity: int32 [B, P + K * T], likewise.
+            keys: [B, K, T, D] of the layer.
+            values: [B, K, T, D].
+        """
+        B, K, T, D = keys.shape
+        P = self.order.shape[1]
+        old, new = alive[:, :P], alive[:, P:]
+        most = min(P, K * T)
+        source, target = indices_of(new, most), indices_of(~old, most)
+        source_at = jnp.minimum(source, K * T - 1)
+        target = jnp.where(source < K * T, target, P)  # dropped where there is nothing to write
+        row = jnp.arange(B)[:, None]
+
+        def write(places, entries):
+            return places.at[row, target].set(entries, mode="drop")
+
+        def rows(x):
+            return jnp.take_along_axis(x.reshape(B, K * T, D), source_at[..., None], axis=1)
+
+        return dataclasses.replace(
+            self,
+            keys=write(self.keys, rows(keys)),
+            values=write(self.values, rows(values)),
+            order=write(jnp.where(old, self.order, LOWEST_KEY), jnp.take_along_axis(order[:, P:], source_at, axis=1)),
+            identity=write(
+                jnp.where(old, self.identity, _EMPTY), jnp.take_along_axis(identity[:, P:], source_at, axis=1)
+            ),
+        )
+
+    def sorted_segments(self, L: int, K: int) -> tuple[Array, Array, Array, Array, Array]:
+        """Keys, values and positions sorted by layer, head and position, and starts and counts int32 [B, L, K]."""
+        place = jnp.argsort(self.identity, axis=1)
+        identity = jnp.take_along_axis(self.identity, place, axis=1)
+        keys, values = (jnp.take_along_axis(x, place[..., None], axis=1) for x in (self.keys, self.values))
+        borders = jnp.arange(L * K + 1, dtype=jnp.int32) * self.length
+        at = jax.vmap(lambda row: jnp.searchsorted(row, borders))(identity).astype(jnp.int32)
+        starts, counts = at[:, :-1], jnp.diff(at, axis=1)
+        positions = jnp.where(identity == _EMPTY, 0, identity % self.length)
+        return keys, values, positions, starts.reshape(-1, L, K), counts.reshape(-1, L, K)

@@ -1,0 +1,198 @@
+"""From a layer's scores to what is kept of it: who competes with whom, and where the rows go.
+
+A *keeper* goes with the scan over the layers: ``empty`` gives what is carried, ``add`` takes in one layer, ``finish``
+gives the pool of a ``CompressedKV``.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvec_jax.competition import Competition
+from kvec_jax.models.config import ModelConfig
+from kvec_jax.policies.base import Observation, Policy, Scores, newest_first
+from kvec_jax.policies.budgets import BudgetRule, largest_remainder
+from kvec_jax.pool import Pool, equal_pool, ragged_pool
+from kvec_jax.select import LOWEST_KEY, top_k_mask
+from kvec_jax.typing import Array
+
+
+def keeper(policy: Policy, config: ModelConfig, lengths: Array, T: int) -> "Everything | PerLayer | WholeModel":
+    """The keeper of a policy for prompts of the given ``lengths`` [B], padded to T."""
+    plan = Plan(policy, config, lengths, T)
+    if plan.keeps_all:
+        return Everything(plan)
+    if policy.scope == "model":
+        return WholeModel(plan)
+    return PerLayer(plan)
+
+
+class Plan:
+    """What is known before the first layer: sizes, and each layer's budget."""
+
+    def __init__(self, policy: Policy, config: ModelConfig, lengths: Array, T: int):
+        self.policy, self.config, self.lengths, self.T = policy, config, lengths, T
+        self.B, self.L = lengths.shape[0], config.num_hidden_layers
+        self.K, self.D = config.num_key_value_heads, config.head_dim
+        self.num_local = len(config.local_layers)
+        self.num_layers = self.L - self.num_local  # that compress
+        self.window = min(config.sliding_window or 0, T)
+        budget = policy.budget
+        self.keeps_all = not self.num_local and _holds_all(budget, T, self.L)
+        self.budgets = budget.per_layer(lengths, self.num_layers)  # [layers that compress, B]
+        compresses = np.ones(self.L, bool)
+        compresses[list(config.local_layers)] = False
+        # Number of each layer among those that compress (of no meaning for the others).
+        self.ranks = jnp.asarray(np.maximum(np.cumsum(compresses) - 1, 0))
+
+    def rows(self) -> int:
+        """Rows that all segments of a prompt need together."""
+        return self.K * (self.policy.budget.total(self.T, self.num_layers) + self.window * self.num_local)
+
+    def score(self, seen: Observation, memory) -> tuple[Array, Array, object]:
+        """Order int32 [B, K, T] of a layer's entries, each head's budget int32 [B, K], and the scorer's memory."""
+        policy = self.policy
+        scores, memory = policy.scorer.score(seen, memory)
+        scores = scores if isinstance(scores, Scores) else Scores(scores)
+        base = scores.final if scores.base is None else scores.base
+        order = policy.order(base, self.lengths)
+        budgets = self._divide(order, self.budgets[seen.layer])
+        if scores.base is None:
+            return order, budgets, memory
+        forced = top_k_mask(order, policy.scorer.forced(budgets))
+        return policy.order(scores.final, self.lengths, forced), budgets, memory
+
+    def _divide(self, order: Array, budget: Array) -> Array:
+        """Divides a layer's budget [B] among its heads: [B, K]."""
+        B, K, T = order.shape
+        even = jnp.broadcast_to(budget[:, None], (B, K))
+        if self.policy.scope != "layer":
+            return even
+        best = top_k_mask(order.reshape(B, K * T), K * budget).reshape(B, K, T)
+        won = jnp.sum(best, axis=-1, dtype=jnp.int32)
+        if not self.policy.floor:
+            return won
+        floor = jnp.float32(self.policy.floor)
+        return largest_remainder((1 - floor) * won + floor * even, K * budget)
+
+
+def _holds_all(budget: BudgetRule, T: int, layers: int) -> bool:
+    """Whether every layer's budget holds all of a prompt of T tokens, and so of any shorter one."""
+    with jax.ensure_compile_time_eval():
+        return bool(jnp.min(budget.per_layer(jnp.array([T], jnp.int32), layers)) >= T)
+
+
+@dataclasses.dataclass(frozen=True)
+class Everything:
+    """Keeps all entries: nothing is scored, and whole layers are copied."""
+
+    plan: Plan
+
+    def empty(self, dtype) -> Pool:
+        """A pool with room for every entry."""
+        plan = self.plan
+        return equal_pool(plan.B, plan.L, plan.K, plan.D, plan.T, dtype, plan.lengths)
+
+    def add(self, pool: Pool, layer: Array, is_local: Array, seen: Observation, memory) -> tuple[Pool, object]:
+        """The pool with one more layer."""
+        return pool.add(layer, seen.keys, seen.values, None), memory
+
+    def finish(self, pool: Pool) -> Pool:
+        """The pool as it is."""
+        return pool
+
+
+@dataclasses.dataclass(frozen=True)
+class PerLayer:
+    """Each layer's entries compete among themselves, within a head or over the heads."""
+
+    plan: Plan
+
+    def empty(self, dtype) -> Pool:
+        """A pool with segments of one size where all heads keep the same number, and packed segments otherwise."""
+        plan = self.plan
+        policy, budget = plan.policy, plan.policy.budget
+        most = budget.most(plan.T, plan.num_layers)
+        if budget.even and policy.scope == "head" and not plan.num_local:
+            return equal_pool(plan.B, plan.L, plan.K, plan.D, most, dtype, plan.lengths)
+        layer_rows = min(plan.K * max(most, plan.window), plan.rows())
+        return ragged_pool(plan.B, plan.L, plan.K, plan.D, plan.rows(), layer_rows, dtype)
+
+    def add(self, pool: Pool, layer: Array, is_local: Array, seen: Observation, memory) -> tuple[Pool, object]:
+        """The pool with what is kept of one more layer."""
+        if self.plan.num_local:
+            kept, memory = lax.cond(is_local, self._keep_window, self._keep_best, seen, memory)
+        else:
+            kept, memory = self._keep_best(seen, memory)
+        return pool.add(layer, seen.keys, seen.values, kept), memory
+
+    def finish(self, pool: Pool) -> Pool:
+        """The pool as it is."""
+        return pool
+
+    def _keep_best(self, seen: Observation, memory):
+        order, budgets, memory = self.plan.score(seen, memory)
+        kept = top_k_mask(order, budgets)
+        return kept, self.plan.policy.scorer.after(kept, memory)
+
+    def _keep_window(self, seen: Observation, memory):
+        order = newest_first(self.plan.lengths, seen.keys.shape[:3])
+        window = jnp.minimum(self.plan.lengths, self.plan.window)
+        return top_k_mask(order, window[:, None]), memory
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeModel:
+    """All entries of all layers compete for all places; a local layer's window is given, beside the budget.
+
+    A scorer that remembers what was kept is told what is kept for the time being.
+    """
+
+    plan: Plan
+
+    def empty(self, dtype) -> Competition:
+        """No entries yet."""
+        plan = self.plan
+        return Competition.empty(plan.B, plan.rows(), plan.D, plan.T, dtype)
+
+    def add(self, pool: Competition, layer: Array, is_local: Array, seen: Observation, memory):
+        """The best entries of the layers so far."""
+        plan = self.plan
+        if plan.num_local:
+            order, memory = lax.cond(is_local, self._window_order, self._score, seen, memory)
+        else:
+            order, memory = self._score(seen, memory)
+        all_order, identity = pool.candidates(layer, order)
+        places = plan.K * (jnp.sum(plan.budgets, axis=0) + jnp.minimum(plan.lengths, plan.window) * plan.num_local)
+        alive = top_k_mask(all_order, places, rank=identity) & (all_order != LOWEST_KEY)
+        kept = alive[:, pool.order.shape[1] :].reshape(order.shape)
+        pool = pool.replace(alive, all_order, identity, seen.keys, seen.values)
+        return pool, self._after(is_local, kept, memory)
+
+    def finish(self, pool: Competition) -> Pool:
+        """The entries sorted into segments, packed end to end."""
+        plan = self.plan
+        keys, values, positions, starts, counts = pool.sorted_segments(plan.L, plan.K)
+        used = jnp.sum(counts, axis=(1, 2))
+        return Pool(
+            keys=keys, values=values, positions=positions, starts=starts, counts=counts, used=used,
+            segment_rows=0, layer_rows=0,
+        )  # fmt: skip
+
+    def _score(self, seen: Observation, memory):
+        order, _, memory = self.plan.score(seen, memory)
+        return order, memory
+
+    def _window_order(self, seen: Observation, memory):
+        order = newest_first(self.plan.lengths, seen.keys.shape[:3])
+        age = self.plan.lengths[:, None, None] - 1 - jnp.arange(self.plan.T)
+        return jnp.where(age < self.plan.window, order, LOWEST_KEY), memory
+
+    def _after(self, is_local: Array, kept: Array, memory):
+        after = self.plan.policy.scorer.after
+        if not self.plan.num_local:
+            return after(kept, memory)
+        return lax.cond(is_local, lambda memory: memory, lambda memory: after(kept, memory), memory)
