@@ -115,13 +115,21 @@ def test_heads_that_keep_nothing():
     check_next_tokens(model, w, cache, LENGTHS)
 
 
-@pytest.mark.parametrize("sinks", [0, 3])
-def test_sinks_and_window_come_first_whatever_the_scores(sinks):
+@dataclasses.dataclass(frozen=True)
+class Middle(kv.Stateless):
+    """Likes the entries around position 20."""
+
+    def score(self, seen, carry):
+        B, K, T, _ = seen.keys.shape
+        return jnp.broadcast_to(-jnp.abs(jnp.arange(T) - 20.0), (B, K, T)), carry
+
+
+def test_sinks_and_window_come_first_whatever_the_scores():
     model, _ = model_of()
-    policy = kv.Policy(scorer=OneHead(window=4), budget=8, sinks=sinks)
+    policy = kv.Policy(scorer=Middle(window=4), budget=10, sinks=3)
     _, cache = kv.prefill(model, *batch(LENGTHS, T), policy)
-    assert as_lists(cache.kept_positions(2))[0] == [[0, 1, 2, 3, 36, 37, 38, 39]] * 2
-    tight = kv.Policy(scorer=OneHead(window=4), budget=0.1, sinks=sinks)
+    assert as_lists(cache.kept_positions(2))[0] == [[0, 1, 2, 19, 20, 21, 36, 37, 38, 39]] * 2
+    tight = kv.Policy(scorer=Middle(window=4), budget=0.1, sinks=3)
     _, cache = kv.prefill(model, *batch(LENGTHS, T), tight)
     assert as_lists(cache.kept_positions(0))[0] == [[4]] * 2
     assert as_lists(cache.kept_positions(1))[0] == [[26, 27, 28]] * 2

@@ -31,17 +31,7 @@ CASES = {
     "streaming": Case(kv.StreamingLLM(64), lambda t: policies.streaming_llm(t, 64), window=60),
     "streaming-share": Case(kv.StreamingLLM(0.25, sinks=2), lambda t: policies.streaming_llm(t, 0.25, sinks=2)),
     "snapkv": Case(kv.SnapKV(64), lambda t: policies.snapkv(t, 64), window=32),
-    "snapkv-avg": Case(
-        kv.SnapKV(64, window=16, kernel=5, pooling="avg"),
-        lambda t: policies.snapkv(t, 64, 16, 5, "avg"),
-        window=16,
-    ),
     "snapkv-share": Case(kv.SnapKV(0.25, window=16, kernel=1), lambda t: policies.snapkv(t, 0.25, 16, 1), window=16),
-    "snapkv-layer": Case(
-        kv.Policy(scorer=kv.WindowAttention(window=16), budget=64, scope="layer"),
-        functools.partial(layer_snapkv, budget=64, window=16),
-        window=16,
-    ),
     "snapkv-layer-share": Case(
         kv.Policy(scorer=kv.WindowAttention(window=16), budget=0.25, scope="layer"),
         functools.partial(layer_snapkv, budget=0.25, window=16),
