@@ -9,6 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from kvec_jax.pool import Pool
 from kvec_jax.select import LOWEST_KEY, indices_of
 from kvec_jax.typing import Array
 
@@ -88,13 +89,27 @@ class Competition:
             ),
         )
 
-    def sorted_segments(self, L: int, K: int) -> tuple[Array, Array, Array, Array, Array]:
-        """Keys, values and positions sorted by layer, head and position, and starts and counts int32 [B, L, K]."""
-        place = jnp.argsort(self.identity, axis=1)
+    def drop(self, dead: Array) -> "Competition":
+        """The pool without the entries marked in ``dead`` bool [B, P]."""
+        return dataclasses.replace(
+            self,
+            order=jnp.where(dead, LOWEST_KEY, self.order),
+            identity=jnp.where(dead, _EMPTY, self.identity),
+        )
+
+    def segments(self, L: int, K: int, rows: int | None = None) -> Pool:
+        """The entries sorted by layer, head and position, in a pool of ``rows`` rows (all places by default)."""
+        place = jnp.argsort(self.identity, axis=1)[:, :rows]
         identity = jnp.take_along_axis(self.identity, place, axis=1)
-        keys, values = (jnp.take_along_axis(x, place[..., None], axis=1) for x in (self.keys, self.values))
         borders = jnp.arange(L * K + 1, dtype=jnp.int32) * self.length
         at = jax.vmap(lambda row: jnp.searchsorted(row, borders))(identity).astype(jnp.int32)
-        starts, counts = at[:, :-1], jnp.diff(at, axis=1)
-        positions = jnp.where(identity == _EMPTY, 0, identity % self.length)
-        return keys, values, positions, starts.reshape(-1, L, K), counts.reshape(-1, L, K)
+        return Pool(
+            keys=jnp.take_along_axis(self.keys, place[..., None], axis=1),
+            values=jnp.take_along_axis(self.values, place[..., None], axis=1),
+            positions=jnp.where(identity == _EMPTY, 0, identity % self.length),
+            starts=at[:, :-1].reshape(-1, L, K),
+            counts=jnp.diff(at, axis=1).reshape(-1, L, K),
+            used=at[:, -1],
+            segment_rows=0,
+            layer_rows=0,
+        )

@@ -20,11 +20,13 @@ from kvec_jax.select import LOWEST_KEY, top_k_mask
 from kvec_jax.typing import Array
 
 
-def keeper(policy: Policy, config: ModelConfig, lengths: Array, T: int) -> "Everything | PerLayer | WholeModel":
+def keeper(policy: Policy, config: ModelConfig, lengths: Array, T: int) -> "Keeper":
     """The keeper of a policy for prompts of the given ``lengths`` [B], padded to T."""
     plan = Plan(policy, config, lengths, T)
     if plan.keeps_all:
         return Everything(plan)
+    if hasattr(policy.budget, "share"):
+        return Cascade(plan)
     if policy.scope == "model":
         return WholeModel(plan)
     return PerLayer(plan)
@@ -52,18 +54,27 @@ class Plan:
         """Rows that all segments of a prompt need together."""
         return self.K * (self.policy.budget.total(self.T, self.num_layers) + self.window * self.num_local)
 
-    def score(self, seen: Observation, memory) -> tuple[Array, Array, object]:
-        """Order int32 [B, K, T] of a layer's entries, each head's budget int32 [B, K], and the scorer's memory."""
+    def score(self, seen: Observation, memory) -> tuple[Scores, object]:
+        """What the policy's scorer says of a layer, and its memory."""
+        scores, memory = self.policy.scorer.score(seen, memory)
+        return scores if isinstance(scores, Scores) else Scores(scores), memory
+
+    def order(self, seen: Observation, scores: Scores) -> tuple[Array, Array]:
+        """Order int32 [B, K, T] of a layer's entries, and each head's budget int32 [B, K]."""
         policy = self.policy
-        scores, memory = policy.scorer.score(seen, memory)
-        scores = scores if isinstance(scores, Scores) else Scores(scores)
         base = scores.final if scores.base is None else scores.base
         order = policy.order(base, self.lengths)
         budgets = self._divide(order, self.budgets[seen.layer])
         if scores.base is None:
-            return order, budgets, memory
+            return order, budgets
         forced = top_k_mask(order, policy.scorer.forced(budgets))
-        return policy.order(scores.final, self.lengths, forced), budgets, memory
+        return policy.order(scores.final, self.lengths, forced), budgets
+
+    def window_order(self, seen: Observation) -> Array:
+        """Order int32 [B, K, T] in which only a local layer's window is better than nothing."""
+        order = newest_first(self.lengths, seen.keys.shape[:3])
+        age = self.lengths[:, None, None] - 1 - jnp.arange(self.T)
+        return jnp.where(age < self.window, order, LOWEST_KEY)
 
     def _divide(self, order: Array, budget: Array) -> Array:
         """Divides a layer's budget [B] among its heads: [B, K]."""
@@ -134,14 +145,12 @@ class PerLayer:
         return pool
 
     def _keep_best(self, seen: Observation, memory):
-        order, budgets, memory = self.plan.score(seen, memory)
-        kept = top_k_mask(order, budgets)
+        scores, memory = self.plan.score(seen, memory)
+        kept = top_k_mask(*self.plan.order(seen, scores))
         return kept, self.plan.policy.scorer.after(kept, memory)
 
     def _keep_window(self, seen: Observation, memory):
-        order = newest_first(self.plan.lengths, seen.keys.shape[:3])
-        window = jnp.minimum(self.plan.lengths, self.plan.window)
-        return top_k_mask(order, window[:, None]), memory
+        return self.plan.window_order(seen) != LOWEST_KEY, memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,25 +183,77 @@ class WholeModel:
 
     def finish(self, pool: Competition) -> Pool:
         """The entries sorted into segments, packed end to end."""
-        plan = self.plan
-        keys, values, positions, starts, counts = pool.sorted_segments(plan.L, plan.K)
-        used = jnp.sum(counts, axis=(1, 2))
-        return Pool(
-            keys=keys, values=values, positions=positions, starts=starts, counts=counts, used=used,
-            segment_rows=0, layer_rows=0,
-        )  # fmt: skip
+        return pool.segments(self.plan.L, self.plan.K)
 
     def _score(self, seen: Observation, memory):
-        order, _, memory = self.plan.score(seen, memory)
-        return order, memory
+        scores, memory = self.plan.score(seen, memory)
+        return self.plan.order(seen, scores)[0], memory
 
     def _window_order(self, seen: Observation, memory):
-        order = newest_first(self.plan.lengths, seen.keys.shape[:3])
-        age = self.plan.lengths[:, None, None] - 1 - jnp.arange(self.plan.T)
-        return jnp.where(age < self.plan.window, order, LOWEST_KEY), memory
+        return self.plan.window_order(seen), memory
 
     def _after(self, is_local: Array, kept: Array, memory):
         after = self.plan.policy.scorer.after
         if not self.plan.num_local:
             return after(kept, memory)
         return lax.cond(is_local, lambda memory: memory, lambda memory: after(kept, memory), memory)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cascade:
+    """Layers share the budget by what they turn out to want: each new layer cuts down those before it.
+
+    Entries are ordered by their place in their own head, so that cutting a layer down to n leaves places 0 to n - 1. A
+    layer's budget only falls as layers are added, but for rounding, which may raise it by one again: one entry more is
+    held until the end.
+    """
+
+    plan: Plan
+
+    def empty(self, dtype) -> tuple[Competition, Array]:
+        """No entries yet, and no layer's preference."""
+        plan = self.plan
+        places = plan.rows() + plan.K * plan.num_layers
+        pool = Competition.empty(plan.B, places, plan.D, plan.T, dtype)
+        return pool, jnp.full((plan.num_layers, plan.B), -1.0)
+
+    def add(self, state, layer: Array, is_local: Array, seen: Observation, memory):
+        """The entries of one more layer, and what its preference leaves of those before it."""
+        pool, preferences = state
+        if self.plan.num_local:
+            order, preferences, memory = lax.cond(is_local, self._window, self._rank, seen, preferences, memory)
+        else:
+            order, preferences, memory = self._rank(seen, preferences, memory)
+        all_order, identity = pool.candidates(layer, order)
+        alive = self._within(all_order, identity, preferences, 1)
+        kept = alive[:, pool.order.shape[1] :].reshape(order.shape)
+        pool = pool.replace(alive, all_order, identity, seen.keys, seen.values)
+        return (pool, preferences), self.plan.policy.scorer.after(kept, memory)
+
+    def finish(self, state) -> Pool:
+        """The entries within the last budgets, sorted into segments, packed end to end."""
+        pool, preferences = state
+        alive = self._within(pool.order, pool.identity, preferences, 0)
+        return pool.drop(~alive).segments(self.plan.L, self.plan.K, self.plan.rows())
+
+    def _rank(self, seen: Observation, preferences: Array, memory):
+        scores, memory = self.plan.score(seen, memory)
+        order = self.plan.policy.order(scores.final, self.plan.lengths)
+        place = jnp.argsort(jnp.argsort(order, axis=-1, stable=True, descending=True), axis=-1)
+        order = jnp.where(order == LOWEST_KEY, LOWEST_KEY, -place.astype(jnp.int32))
+        return order, preferences.at[seen.layer].set(scores.preference), memory
+
+    def _window(self, seen: Observation, preferences: Array, memory):
+        order = self.plan.window_order(seen)
+        return jnp.where(order == LOWEST_KEY, LOWEST_KEY, 0), preferences, memory
+
+    def _within(self, order: Array, identity: Array, preferences: Array, slack: int) -> Array:
+        """Which entries' places in their heads are within their layers' budgets."""
+        plan = self.plan
+        shared = plan.policy.budget.share(preferences, plan.lengths)[plan.ranks]  # [L, B]
+        layer = jnp.minimum(identity // (plan.K * plan.T), plan.L - 1)
+        budget = jnp.take_along_axis(shared.T, layer, axis=1) + slack
+        return (order != LOWEST_KEY) & (-order < budget)
+
+
+Keeper = Everything | PerLayer | WholeModel | Cascade

@@ -1,9 +1,30 @@
 """Eviction policies: scorers, scopes, budgets, and the named methods made of them."""
 
+from kvec_jax.policies.adaptive import AdaKV as AdaKV
+from kvec_jax.policies.adaptive import PyramidKV as PyramidKV
+from kvec_jax.policies.attention import TOVA as TOVA
+from kvec_jax.policies.attention import ObservedAttention as ObservedAttention
 from kvec_jax.policies.base import Observation as Observation
 from kvec_jax.policies.base import Policy as Policy
+from kvec_jax.policies.base import Scores as Scores
 from kvec_jax.policies.base import Stateless as Stateless
 from kvec_jax.policies.budgets import Even as Even
+from kvec_jax.policies.budgets import PerLayer as PerLayer
+from kvec_jax.policies.budgets import Pyramid as Pyramid
+from kvec_jax.policies.budgets import Weighted as Weighted
+from kvec_jax.policies.cake import CAKE as CAKE
+from kvec_jax.policies.compresskv import CompressKV as CompressKV
+from kvec_jax.policies.compresskv import RetrievalHeads as RetrievalHeads
+from kvec_jax.policies.critical import CriticalAdaKV as CriticalAdaKV
+from kvec_jax.policies.critical import CriticalKV as CriticalKV
+from kvec_jax.policies.expected import ExpectedAttention as ExpectedAttention
+from kvec_jax.policies.keys import KeyDiff as KeyDiff
+from kvec_jax.policies.keys import KNorm as KNorm
+from kvec_jax.policies.keys import Random as Random
+from kvec_jax.policies.kvec import Coverage as Coverage
+from kvec_jax.policies.kvec import KVec as KVec
+from kvec_jax.policies.laprox import LaProx as LaProx
+from kvec_jax.policies.laprox import OutputContribution as OutputContribution
 from kvec_jax.policies.registry import get as get
 from kvec_jax.policies.registry import names as names
 from kvec_jax.policies.registry import register as register

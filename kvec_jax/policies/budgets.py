@@ -139,7 +139,7 @@ class Pyramid:
         number = jnp.arange(layers)[:, None]
         entries = high - number * step
         missing = layers * average - jnp.sum(entries, axis=0)
-        return _settle(entries, missing, jnp.maximum(lengths - self.window, 0)) + (budget - average)
+        return settle(entries, missing, jnp.maximum(lengths - self.window, 0)) + (budget - average)
 
     def most(self, length: int, layers: int) -> int:
         """See ``BudgetRule``."""
@@ -190,7 +190,7 @@ class Weighted:
         high = jnp.minimum(self.high * tokens, lengths)
         shares = jnp.round(jnp.asarray(weights[falling], jnp.float32)[:, None] * (layers * (tokens - low)))
         budgets = jnp.clip(low + shares.astype(jnp.int32), low, high)
-        budgets = _settle(budgets, layers * tokens - jnp.sum(budgets, axis=0), high, low)
+        budgets = settle(budgets, layers * tokens - jnp.sum(budgets, axis=0), high, low)
         return budgets[np.argsort(falling)]
 
     def most(self, length: int, layers: int) -> int:
@@ -202,7 +202,7 @@ class Weighted:
         return layers * most_tokens(self.tokens, length)
 
 
-def _settle(budgets: Array, missing: Array, high: Array, low: Array | int = 0) -> Array:
+def settle(budgets: Array, missing: Array, high: Array, low: Array | int = 0) -> Array:
     """Makes the sum of ``budgets`` [L, B] exact by ``missing`` [B] steps of one, within the bounds.
 
     Steps up go round from the first layer on, steps down from the last layer back.

@@ -1,0 +1,1 @@
+"""Measuring on held-out text what a method must know of a model beforehand."""
