@@ -13,8 +13,8 @@ from collections.abc import Sequence
 _SEED = 0
 _FACT = "The secret password of the blue house is {secret}."
 _QUESTION = "What is the secret password of the blue house?"
-_WORDS = "cinnamon lantern walrus marmalade thunder saffron violin orchard velvet glacier".split()  # not in the text
-_ANSWER_TOKENS = 24
+_WORDS = "lantern orchard violin thunder velvet saffron glacier walrus marmalade cinnamon".split()  # not in the text
+_ANSWER_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +134,8 @@ def _ask_all(console, lm, trials, prompts) -> list[Row]:
                 bar.advance(task)
             rows.append(_row(name, budget, outputs, [secret for _, secret in prompts]))
             if not console.is_terminal:  # where no bar can move
-                console.print(f"{name} {_budget(budget)}: {rows[-1].right} of {rows[-1].asked} right", highlight=False)
+                title = f"{name} {_budget(budget)}".strip()
+                console.print(f"{title}: {rows[-1].right} of {rows[-1].asked} right", highlight=False)
     return rows
 
 
