@@ -88,9 +88,18 @@ def build(rng, counts, D, segment_rows, tail_length, tail_capacity, dtype=np.flo
     return CompressedKV(**{n: x if n == "segment_rows" else jnp.asarray(x) for n, x in fields.items()})
 
 
-def expected(queries, cache, layer, row, reach):
+def new_tokens(rng, B, K, G, Q, D, dtype=jnp.float32):
+    """Queries, keys and values of Q new tokens."""
+    return tuple(jnp.asarray(normal(rng, B, heads, Q, D)).astype(dtype) for heads in (K * G, K, K))
+
+
+def attend_cache(new, cache, layer, reach=None):
+    return cache_attention(*new, cache, layer, scale=SCALE, reach=reach)
+
+
+def expected(new, cache, layer, row, reach=None):
     """Attention of one row's new tokens in float64, over lists of the rows that they may see."""
-    queries, cache = jax.tree.map(np.asarray, (queries, cache))
+    (queries, keys, values), cache = jax.tree.map(lambda x: np.asarray(x, np.float64), (new, cache))
     N, Q, D = queries.shape[1:]
     K = cache.counts.shape[2]
     out = np.zeros((N, Q, D))
@@ -99,14 +108,12 @@ def expected(queries, cache, layer, row, reach):
         h = n // (N // K)
         own = slice(int(cache.starts[row, layer, h]), int(cache.starts[row, layer, h] + cache.counts[row, layer, h]))
         for q in range(Q):
-            k, v, at = (np.asarray(x[row, own], np.float64) for x in (cache.keys, cache.values, cache.positions))
-            tail = slice(0, used + q + 1)
-            k = np.concatenate([k, np.asarray(cache.tail_keys[layer, row, h, tail], np.float64)])
-            v = np.concatenate([v, np.asarray(cache.tail_values[layer, row, h, tail], np.float64)])
-            at = np.concatenate([at, position - used + np.arange(used + q + 1)])
+            at = np.concatenate([cache.positions[row, own], position - used + np.arange(used + q + 1)])
+            tail, newer = (layer, row, h, slice(used)), (row, h, slice(q + 1))
+            k = np.concatenate([cache.keys[row, own], cache.tail_keys[tail], keys[newer]])
+            v = np.concatenate([cache.values[row, own], cache.tail_values[tail], values[newer]])
             seen = (at > position + q - (reach or 10**6))[None, None]
-            one = np.asarray(queries[row, n : n + 1, q : q + 1], np.float64)
-            out[n, q] = attend(one, k[None], v[None], SCALE, seen)[0][0, 0]
+            out[n, q] = attend(queries[row, n : n + 1, q : q + 1], k[None], v[None], SCALE, seen)[0][0, 0]
     return out
 
 
@@ -124,17 +131,17 @@ def counts_of(kind, L, K, rng):
 @pytest.mark.parametrize("layout", ["ragged", "equal"])
 @pytest.mark.parametrize("shape, reach", list(zip(SHAPES, [None, 25, 25, None])), ids=str)
 def test_packed_rows_and_tail(small_blocks, shape, reach, layout):
-    (K, G, D), L, Q = shape, 2, 3
+    (K, G, D), L, Q = shape, 2, 30  # more new tokens than a block has
     rng = np.random.default_rng(2)
-    run = jax.jit(lambda q, c, i, r: cache_attention(q, c, i, scale=SCALE, reach=r))
+    run = jax.jit(attend_cache)
     for kind in ("random", "some empty", "one long"):
         counts = counts_of(kind, L, K, rng)
         cache = build(rng, counts, D, 190 if layout == "equal" else 0, [0, 4, 31], 40, rows=400)
-        queries = jnp.asarray(normal(rng, 3, K * G, Q, D))
+        new = new_tokens(rng, 3, K, G, Q, D)
         for layer in range(L):
-            got = run(queries, cache, layer, reach)
+            got = run(new, cache, layer, reach)
             for row in range(3):
-                np.testing.assert_allclose(got[row], expected(queries, cache, layer, row, reach), atol=2e-5)
+                np.testing.assert_allclose(got[row], expected(new, cache, layer, row, reach), atol=2e-5)
 
 
 @pytest.mark.parametrize("segment_rows", [0, 300])
@@ -142,19 +149,19 @@ def test_block_sizes_as_they_are(segment_rows):
     rng = np.random.default_rng(3)
     counts = rng.integers(0, 180, size=(2, 1, 2))
     cache = build(rng, counts, 16, segment_rows, [3, 9], 16)
-    queries = jnp.asarray(normal(rng, 2, 6, 2, 16))
-    got = jax.jit(lambda c: cache_attention(queries, c, 0, scale=SCALE))(cache)
+    new = new_tokens(rng, 2, 2, 3, 2, 16)
+    got = jax.jit(attend_cache)(new, cache, 0)
     for row in range(2):
-        np.testing.assert_allclose(got[row], expected(queries, cache, 0, row, None), atol=2e-5)
+        np.testing.assert_allclose(got[row], expected(new, cache, 0, row), atol=2e-5)
 
 
 def test_a_pool_with_no_rows_at_all():
     rng = np.random.default_rng(4)
     cache = build(rng, np.zeros((1, 1, 2), int), 16, 0, [2], 8, spare=0)
     assert cache.keys.shape[1] == 0
-    queries = jnp.asarray(normal(rng, 1, 4, 1, 16))
-    got = jax.jit(lambda c: cache_attention(queries, c, 0, scale=SCALE))(cache)
-    np.testing.assert_allclose(got[0], expected(queries, cache, 0, 0, None), atol=2e-5)
+    new = new_tokens(rng, 1, 2, 2, 1, 16)
+    got = jax.jit(attend_cache)(new, cache, 0)
+    np.testing.assert_allclose(got[0], expected(new, cache, 0, 0), atol=2e-5)
 
 
 @pytest.mark.parametrize("segment_rows", [0, 64])
@@ -167,19 +174,19 @@ def test_rows_beyond_a_segment_may_hold_anything(segment_rows):
         own[b, int(cache.starts[b, i, h]) :][: counts[b, i, h]] = True
     rubbish = jnp.where(jnp.asarray(own)[..., None], cache.keys, 3e4)
     other = dataclasses.replace(cache, keys=rubbish, values=jnp.where(own[..., None], cache.values, -7e3))
-    queries = jnp.asarray(normal(rng, 2, 4, 2, 16))
-    run = jax.jit(lambda c: cache_attention(queries, c, 1, scale=SCALE))
-    np.testing.assert_array_equal(run(cache), run(other))
+    new = new_tokens(rng, 2, 2, 2, 2, 16)
+    run = jax.jit(attend_cache)
+    np.testing.assert_array_equal(run(new, cache, 1), run(new, other, 1))
 
 
 @pytest.mark.parametrize("segment_rows", [0, 64])
 def test_bfloat16_keeps_its_type_and_is_close(segment_rows):
     rng = np.random.default_rng(6)
     cache = build(rng, rng.integers(0, 60, size=(1, 1, 2)), 16, segment_rows, [5], 16, dtype=jnp.bfloat16)
-    queries = jnp.asarray(normal(rng, 1, 4, 2, 16)).astype(jnp.bfloat16)
-    got = jax.jit(lambda c: cache_attention(queries, c, 0, scale=SCALE))(cache)
+    new = new_tokens(rng, 1, 2, 2, 2, 16, jnp.bfloat16)
+    got = jax.jit(attend_cache)(new, cache, 0)
     assert got.dtype == jnp.bfloat16
-    np.testing.assert_allclose(got[0].astype(jnp.float32), expected(queries, cache, 0, 0, None), atol=0.03)
+    np.testing.assert_allclose(got[0].astype(jnp.float32), expected(new, cache, 0, 0), atol=0.03)
 
 
 def test_a_padded_prompt_forms_no_matrix_of_all_pairs():
