@@ -5,6 +5,7 @@ happen inside the functions that need them, so that ``kvec --help`` answers quic
 """
 
 import argparse
+import ast
 import inspect
 import os
 import pathlib
@@ -103,6 +104,15 @@ def _add_generate(commands) -> None:
         help=f"what to keep: tokens per head, such as 256, or a share of the prompt, such as 0.25 "
         f"(default: {_DEFAULT_BUDGET}, for policies that have one)",
     )
+    generate.add_argument(
+        "--set",
+        type=parse_setting,
+        action="append",
+        default=[],
+        dest="settings",
+        metavar="KEY=VALUE",
+        help="a further setting of the policy, such as window=16; may be repeated",
+    )
     generate.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="(default: %(default)s)")
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default: most likely")
     generate.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
@@ -158,7 +168,7 @@ def _demo(arguments: argparse.Namespace) -> None:
 
 def _generate(arguments: argparse.Namespace) -> None:
     # What can be wrong is looked at before the model is loaded.
-    policy = make_policy(arguments.policy, arguments.budget)
+    policy = make_policy(arguments.policy, arguments.budget, arguments.settings)
     sampler = _sampler(arguments)
     prompt = _prompt(arguments)
 
@@ -183,20 +193,51 @@ def _write(piece: str) -> None:
     print(piece, end="", flush=True)
 
 
-def make_policy(name: str, budget: int | float | None = None):
-    """The policy called ``name``, with ``budget`` where it takes one.
+def make_policy(name: str, budget: int | float | None = None, settings: Sequence[tuple[str, object]] = ()):
+    """The policy called ``name``, with ``budget`` where it takes one, and further ``settings`` of its own.
 
     Raises:
-        ValueError: No policy has that name, or this one takes no budget or not this one.
+        ValueError: No policy has that name, or this one doesn't take what it was given, or needs more.
     """
     from kvec_jax import policies
 
     factory = policies.get(name)
-    if "budget" in inspect.signature(factory).parameters:
-        return factory(budget=_DEFAULT_BUDGET if budget is None else budget)
-    if budget is not None:
+    # A scorer is an object, which a command line can't name.
+    takes = {key: value for key, value in inspect.signature(factory).parameters.items() if key != "scorer"}
+    given = dict(settings)
+    if "budget" in takes:
+        given["budget"] = _DEFAULT_BUDGET if budget is None else budget
+    elif budget is not None:
         raise ValueError(f"policy {name!r} keeps everything and takes no --budget; name another with --policy")
-    return factory()
+    for key in given:
+        if key not in takes:
+            known = ", ".join(key for key in takes if key != "budget") or "none"
+            raise ValueError(f"policy {name!r} has no setting {key!r}; it has: {known}")
+    for key, parameter in takes.items():
+        if key not in given and parameter.default is inspect.Parameter.empty:
+            raise ValueError(f"policy {name!r} needs --set {key}=...")
+    try:
+        return factory(**given)
+    except TypeError as error:  # a value of the wrong type; the message names it
+        raise ValueError(str(error)) from error
+
+
+def parse_setting(text: str) -> tuple[str, object]:
+    """Key and value of ``key=value``, the value read as Python where it is a number or the like.
+
+    >>> parse_setting("window=16"), parse_setting("pooling=avg")
+    (('window', 16), ('pooling', 'avg'))
+
+    Raises:
+        argparse.ArgumentTypeError: There is no ``=``.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier():
+        raise argparse.ArgumentTypeError(f"expected KEY=VALUE such as window=16, got {text!r}")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value
 
 
 def _sampler(arguments: argparse.Namespace):
@@ -225,10 +266,12 @@ def _prompt(arguments: argparse.Namespace) -> str:
 
 def _summary(stats) -> str:
     share = stats.cache_bytes / stats.full_cache_bytes
+    compiled = f" (compiled in {stats.compile_seconds:.1f} s)" if stats.compile_seconds >= 0.1 else ""
     return (
-        f"{stats.prompt_tokens:,} tokens read in {stats.prefill_seconds:.1f} s, {stats.new_tokens:,} written at "
-        f"{stats.tokens_per_second:.1f} a second; cache {stats.cache_bytes / 1e6:,.1f} MB, "
-        f"{share:.1%} of the full cache's {stats.full_cache_bytes / 1e6:,.1f} MB"
+        f"{stats.prompt_tokens:,} tokens read in {stats.prefill_seconds:.1f} s{compiled}, "
+        f"{stats.new_tokens:,} written at {stats.tokens_per_second:.1f} a second; "
+        f"cache {stats.cache_bytes / 1e6:,.1f} MB, {share:.1%} of the full cache's "
+        f"{stats.full_cache_bytes / 1e6:,.1f} MB"
     )
 
 

@@ -95,7 +95,13 @@ def test_generate_raw_prompt_and_sampling(fake, capsys, monkeypatch):
 
 def test_generate_takes_every_policy_by_name(fake, capsys):
     for name in kv.policies.names():
-        assert run(capsys, "generate", "Who?", "--policy", name)[0] == 0
+        status, _, err = run(capsys, "generate", "Who?", "--policy", name)
+        assert status == 0 or f"policy {name!r} needs --set" in err
+
+
+def test_generate_passes_on_settings(fake, capsys):
+    run(capsys, "generate", "Who?", "--policy", "snapkv", "--set", "window=16", "--set", "pooling=avg")
+    assert fake.calls[0][1]["policy"] == kv.SnapKV(budget=256, window=16, pooling="avg")
 
 
 @pytest.mark.parametrize(
@@ -110,6 +116,11 @@ def test_generate_takes_every_policy_by_name(fake, capsys):
         (["generate", "x", "--policy", "snapkv", "--budget=-1"], "at least"),
         (["generate", "x", "--policy", "snapkv", "--budget", "1.5"], "got 1.5"),
         (["generate", "x", "--policy", "snapkv", "--budget", "nan"], "got nan"),
+        (["generate", "x", "--policy", "snapkv", "--set", "windw=16"], "no setting 'windw'; it has: window, kernel"),
+        (["generate", "x", "--policy", "snapkv", "--set", "window=wide"], "got 'wide'"),
+        (["generate", "x", "--policy", "snapkv", "--set", "window"], "expected KEY=VALUE"),
+        (["generate", "x", "--policy", "adakv", "--set", "scorer=1"], "no setting 'scorer'"),
+        (["generate", "x", "--policy", "compresskv"], "needs --set calibration="),
         (["generate", "x", "--top-k", "5"], "--top-k needs a --temperature above 0"),
         (["generate", "x", "--temperature", "-1"], "temperature"),
         (["generate", "x", "--file", "no/such/file"], "no/such/file: no such file"),
