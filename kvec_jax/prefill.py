@@ -12,7 +12,8 @@ from kvec_jax.arguments import check_count
 from kvec_jax.attention import prompt_attention
 from kvec_jax.cache import CompressedKV
 from kvec_jax.checks import check_policy, check_tokens
-from kvec_jax.keeping import keeper
+from kvec_jax.keeping import Keeper, keeper
+from kvec_jax.models.config import ModelConfig
 from kvec_jax.models.transformer import Rotation, Transformer
 from kvec_jax.policies.base import Observation, Policy
 from kvec_jax.policies.prepared import prepare
@@ -78,10 +79,20 @@ def run_prefill(
     all_logits: bool = False,
 ) -> tuple[Array, CompressedKV]:
     """``prefill`` without checks, to be called under ``jit``; ``prepared`` is what ``prepare`` gave."""
+    keep = keeper(policy, model.config, lengths, tokens.shape[1])
+    hidden, pool = read_layers(model, prepared, tokens, lengths, policy, keep)
+    if not all_logits:
+        hidden = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    return model.unembed(hidden), as_cache(keep.finish(pool), model.config, lengths, reserve)
+
+
+def read_layers(
+    model: Transformer, prepared: Any, tokens: Array, lengths: Array, policy: Policy, keep: Keeper
+) -> tuple[Array, Any]:
+    """The scan over the layers: hidden states [B, T, M] of the last one, and what ``keep`` carries at the end."""
     config = model.config
     B, T = tokens.shape
     rotation = Rotation(config, jnp.broadcast_to(jnp.arange(T), (B, T)))
-    keep = keeper(policy, config, lengths, T)
 
     def read_layer(carry, inputs):
         hidden, pool, memory = carry
@@ -108,9 +119,7 @@ def run_prefill(
 
     start = model.embed(tokens), keep.empty(model.dtype), policy.scorer.init(config, B, T)
     (hidden, pool, _), _ = lax.scan(read_layer, start, (layer_inputs(model), prepared))
-    if not all_logits:
-        hidden = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    return model.unembed(hidden), _cache(keep.finish(pool), config, lengths, reserve)
+    return hidden, pool
 
 
 def layer_inputs(model: Transformer):
@@ -126,7 +135,8 @@ def layer_reach(config, is_local: Array, everything: int) -> Array | None:
     return jnp.where(is_local, config.sliding_window, everything) if config.local_layers else None
 
 
-def _cache(pool: Pool, config, lengths: Array, reserve: int) -> CompressedKV:
+def as_cache(pool: Pool, config: ModelConfig, lengths: Array, reserve: int) -> CompressedKV:
+    """The cache of a finished pool, with an empty tail."""
     B = lengths.shape[0]
     tail = jnp.zeros(
         (config.num_hidden_layers, B, config.num_key_value_heads, reserve, config.head_dim), pool.keys.dtype
