@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import kvec_jax as kv
-from kvec_jax.generate import _generate
 from tests.compilations import count_compilations
 from tests.oracle import policies
 from tests.oracle.forward import forward
@@ -163,8 +162,8 @@ def test_what_varies_between_calls_does_not_compile_again():
 def test_the_loop_stays_on_the_device():
     model, _ = model_of()
     tokens, lengths = batch(LENGTHS, T)
-    args = model, tokens, lengths, POLICIES["snapkv"][0], kv.Greedy(), jax.random.key(0), 64, NO_END
-    text = _generate.lower(*args).as_text()
+    run = jax.jit(lambda *args: kv.generate(*args, POLICIES["snapkv"][0], eos_token_ids=NO_END))
+    text = run.lower(model, tokens, lengths).as_text()
     assert "while" in text
     assert not any(word in text for word in ("callback", "infeed", "outfeed", "send", "recv"))
 

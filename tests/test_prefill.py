@@ -10,7 +10,6 @@ from flax import nnx
 
 import kvec_jax as kv
 from kvec_jax.models.rope import Rope
-from kvec_jax.prefill import _prefill
 from tests.compilations import count_compilations
 from tests.oracle import policies
 from tests.oracle.forward import forward, weights
@@ -158,7 +157,7 @@ def test_only_one_layer_is_ever_whole():
     for layers in (4, 32):
         model, _ = model_of(num_hidden_layers=layers)
         tokens, lengths = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((1, length), (1,)))
-        compiled = _prefill.lower(model, tokens, lengths, kv.SnapKV(64), 0, False).compile()
+        compiled = jax.jit(lambda *args: kv.prefill(*args, kv.SnapKV(64))).lower(model, tokens, lengths).compile()
         memory = compiled.memory_analysis()
         needed.append(memory.temp_size_in_bytes)
         kept = layers * 64 * model.config.num_key_value_heads * (2 * model.config.head_dim * 4 + 4)
