@@ -5,9 +5,8 @@ import numbers
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from kvec_jax.select import ordered_keys, top_k_mask
+from kvec_jax.select import ordered_keys, split_at_largest, top_k_mask
 from kvec_jax.typing import Array
 
 
@@ -82,18 +81,15 @@ class Sample:
 def _nucleus(probabilities: Array, top_p: Array | float) -> Array:
     """Marks the smallest set of most likely tokens that holds ``top_p``; tokens as likely as its last are all in it.
 
-    The threshold is found bit by bit, as in ``top_k_mask``, with sums of probabilities in place of counts: no sort.
+    The threshold is found as in ``top_k_mask``, with sums of probabilities in place of counts: no sort.
     """
-    bits = lax.bitcast_convert_type(probabilities, jnp.int32)  # ordered like the floats, as none is negative
     goal = jnp.minimum(top_p, jnp.sum(probabilities, axis=-1))
 
-    def try_bit(i, threshold):
-        candidate = threshold | (jnp.int32(1) << (30 - i).astype(jnp.int32))
-        mass = jnp.sum(jnp.where(bits >= candidate[..., None], probabilities, 0.0), axis=-1)
-        return jnp.where(mass >= goal, candidate, threshold)
+    def enough(marked):
+        return jnp.sum(jnp.where(marked, probabilities, 0.0), axis=-1) >= goal
 
-    threshold = lax.fori_loop(0, 31, try_bit, jnp.zeros(bits.shape[:-1], jnp.int32))
-    return jnp.where(top_p < 1, bits >= threshold[..., None], True)
+    above, equal = split_at_largest(ordered_keys(probabilities), enough)
+    return jnp.where(top_p < 1, above | equal, True)
 
 
 def _check(name: str, value, expected: str, good) -> None:

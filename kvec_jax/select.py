@@ -1,5 +1,7 @@
 """Exact selection of the best entries, and packing of what was selected."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -51,20 +53,38 @@ def top_k_mask(keys: Array, k: Array, rank: Array | None = None) -> Array:
         >>> top_k_mask(jnp.array([3, 1, 3, 3]), 2).tolist()
         [True, False, True, False]
     """
-    unsigned = lax.bitcast_convert_type(keys, jnp.uint32) ^ jnp.uint32(0x80000000)
     k = jnp.broadcast_to(jnp.asarray(k, jnp.int32), keys.shape[:-1])
-
-    def try_bit(i, threshold):
-        candidate = threshold | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
-        enough = jnp.sum(unsigned >= candidate[..., None], axis=-1, dtype=jnp.int32) >= k
-        return jnp.where(enough, candidate, threshold)
-
-    threshold = lax.fori_loop(0, 32, try_bit, jnp.zeros(k.shape, jnp.uint32))[..., None]
-    above, equal = unsigned > threshold, unsigned == threshold
+    above, equal = split_at_largest(keys, lambda marked: jnp.sum(marked, axis=-1, dtype=jnp.int32) >= k)
     room = k - jnp.sum(above, axis=-1, dtype=jnp.int32)
     if rank is None:
         return above | (equal & (jnp.cumsum(equal, axis=-1) <= room[..., None]))
     return above | (equal & top_k_mask(jnp.where(equal, -rank, LOWEST_KEY), room))
+
+
+def split_at_largest(keys: Array, enough: Callable[[Array], Array]) -> tuple[Array, Array]:
+    """Finds, bit by bit, the largest threshold for which the keys from it up are enough.
+
+    Args:
+        keys: int32 [..., S].
+        enough: From bool [..., S], the keys from a candidate up, to bool [...]. If it holds for some marked keys, it
+            holds for more.
+
+    Returns:
+        bool [..., S] twice: keys above the threshold, and keys equal to it; the threshold is the lowest of all integers
+        where nothing is enough.
+    """
+    unsigned = lax.bitcast_convert_type(keys, jnp.uint32) ^ jnp.uint32(0x80000000)
+
+    # The marks are made inside the loop, from the very buffer that is counted. Outside, XLA may compute the keys
+    # once more in another fusion, differently rounded, and an entry at the threshold would count but not be marked.
+    def try_bit(i, state):
+        candidate = state[0] | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        threshold = jnp.where(enough(unsigned >= candidate[..., None]), candidate, state[0])
+        return threshold, unsigned > threshold[..., None], unsigned == threshold[..., None]
+
+    nothing = jnp.zeros(keys.shape, bool)
+    start = jnp.zeros(keys.shape[:-1], jnp.uint32), nothing, nothing
+    return lax.fori_loop(0, 32, try_bit, start)[1:]
 
 
 def indices_of(mask: Array, capacity: int) -> Array:

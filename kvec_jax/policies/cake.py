@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from kvec_jax.arguments import check_count, check_kernel
 from kvec_jax.policies.base import Observation, Policy, Scores, Stateless
-from kvec_jax.policies.budgets import check_tokens, most_tokens, resolve_tokens, settle
+from kvec_jax.policies.budgets import check_tokens, largest_remainder, most_tokens, resolve_tokens, settle
 from kvec_jax.scores import pool_scores, window_scores
 from kvec_jax.typing import Array
 
@@ -75,10 +75,10 @@ class Preference:
         return layers * most_tokens(self.tokens, length)
 
     def share(self, preferences: Array, lengths: Array) -> Array:
-        """Budgets int32 [L, B] from the layers' preferences float32 [L, B]; those of layers not yet read are 0.
+        """Budgets int32 [L, B] from the layers' preferences float32 [L, B]; those of layers not yet read are negative.
 
-        Proportional shares cut to whole numbers, none beyond the prompt; what that leaves is given to all layers that
-        can take it, evenly, one by one.
+        Proportional shares, made whole numbers with the same sum (largest remainder), none beyond the prompt; what that
+        leaves is given one by one to all layers that can take it.
         """
         layers = preferences.shape[0]
         tokens = jnp.minimum(resolve_tokens(self.tokens, lengths), lengths)
@@ -88,7 +88,7 @@ class Preference:
         weights = jnp.maximum(preferences, 0)
         total = jnp.sum(weights, axis=0)
         shares = weights / jnp.where(total == 0, 1, total) * places
-        budgets = jnp.minimum(jnp.floor(shares).astype(jnp.int32), most)
+        budgets = jnp.minimum(largest_remainder(shares.T, places).T, most)
         return settle(budgets, places - jnp.sum(budgets, axis=0), most) + window
 
 
