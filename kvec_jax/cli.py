@@ -1,4 +1,4 @@
-"""The command line ``kvec``: ``demo``, ``generate`` and ``models``.
+"""The command line ``kvec``: ``demo``, ``generate``, ``calibrate`` and ``models``.
 
 Whatever the user can put right (a path, a name, a number) ends as one line on stderr and exit status 2. Heavy imports
 happen inside the functions that need them, so that ``kvec --help`` answers quickly.
@@ -6,6 +6,7 @@ happen inside the functions that need them, so that ``kvec --help`` answers quic
 
 import argparse
 import ast
+import dataclasses
 import inspect
 import os
 import pathlib
@@ -53,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_generate(commands)
+    _add_calibrate(commands)
     models = commands.add_parser("models", help="list the models known by name")
     models.set_defaults(run=_models)
     return parser
@@ -113,6 +115,9 @@ def _add_generate(commands) -> None:
         metavar="KEY=VALUE",
         help="a further setting of the policy, such as window=16; may be repeated",
     )
+    generate.add_argument(
+        "--calibration", metavar="FILE", help="of kvec calibrate, for compresskv (default: the one shipped for MODEL)"
+    )
     generate.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="(default: %(default)s)")
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default: most likely")
     generate.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
@@ -121,6 +126,36 @@ def _add_generate(commands) -> None:
     generate.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (default: %(default)s)")
     generate.add_argument("--stream", action="store_true", help="write the text as it comes")
     generate.set_defaults(run=_generate)
+
+
+def _add_calibrate(commands) -> None:
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="measure what the policy compresskv must know of a model",
+        description="Hides facts in texts, asks for them and finds the heads that look at them; then measures what "
+        "eviction does to each layer. Takes minutes. When it is interrupted, the same command goes on.",
+    )
+    calibrate.add_argument("model", metavar="MODEL", help="a known name, a hub id, a folder or a .gguf file")
+    calibrate.add_argument("--out", required=True, metavar="FILE", help="what to write")
+    calibrate.add_argument("--dtype", choices=["float32", "bfloat16"], help="of weights and cache")
+    calibrate.add_argument("--text", nargs="+", metavar="FILE", help="texts to use (default: Python's reference)")
+    calibrate.add_argument("--quick", action="store_true", help="little of everything, for a try")
+    settings = {
+        "episodes": (int, "N", "right answers to find heads by (default: 100)"),
+        "lengths": (_numbers, "LIST", "of the texts, in tokens (default: 256,384,512)"),
+        "layer_texts": (int, "N", "to measure layers with, four prompts each (default: 6)"),
+        "seed": (int, "N", "of what is hidden where (default: 0)"),
+    }
+    for name, (kind, metavar, help) in settings.items():
+        calibrate.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=help)
+    calibrate.set_defaults(run=_calibrate, settings=list(settings))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers such as 256,512, got {text!r}") from None
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -166,9 +201,23 @@ def _demo(arguments: argparse.Namespace) -> None:
     )
 
 
+def _calibrate(arguments: argparse.Namespace) -> None:
+    from kvec_jax.calibrate import command
+    from kvec_jax.calibrate.run import Settings, Text
+
+    given = {name: getattr(arguments, name) for name in arguments.settings}
+    given = {name: value for name, value in given.items() if value is not None}
+    settings = dataclasses.replace(Settings.quick() if arguments.quick else Settings(), **given)
+    text = Text.files(arguments.text) if arguments.text else Text.reference()
+    command.run(arguments.model, arguments.out, settings, text, dtype=arguments.dtype)
+
+
 def _generate(arguments: argparse.Namespace) -> None:
     # What can be wrong is looked at before the model is loaded.
-    policy = make_policy(arguments.policy, arguments.budget, arguments.settings)
+    settings = arguments.settings
+    if arguments.calibration is not None:
+        settings = [*settings, ("calibration", arguments.calibration)]
+    policy = make_policy(arguments.policy, arguments.budget, settings, model=arguments.model)
     sampler = _sampler(arguments)
     prompt = _prompt(arguments)
 
@@ -193,8 +242,15 @@ def _write(piece: str) -> None:
     print(piece, end="", flush=True)
 
 
-def make_policy(name: str, budget: int | float | None = None, settings: Sequence[tuple[str, object]] = ()):
+def make_policy(
+    name: str,
+    budget: int | float | None = None,
+    settings: Sequence[tuple[str, object]] = (),
+    model: str | None = None,
+):
     """The policy called ``name``, with ``budget`` where it takes one, and further ``settings`` of its own.
+
+    A policy that needs a calibration gets that of ``model``, unless another is among the settings.
 
     Raises:
         ValueError: No policy has that name, or this one doesn't take what it was given, or needs more.
@@ -213,6 +269,8 @@ def make_policy(name: str, budget: int | float | None = None, settings: Sequence
         if key not in takes:
             known = ", ".join(key for key in takes if key != "budget") or "none"
             raise ValueError(f"policy {name!r} has no setting {key!r}; it has: {known}")
+    if "calibration" in takes and model is not None:
+        given.setdefault("calibration", model)
     for key, parameter in takes.items():
         if key not in given and parameter.default is inspect.Parameter.empty:
             raise ValueError(f"policy {name!r} needs --set {key}=...")

@@ -4,10 +4,12 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import tempfile
 from typing import Any
 
 from kvec_jax.errors import LoadError
+from kvec_jax.models.registry import KNOWN_MODELS
 
 _FORMAT = "kvec_jax calibration 1"
 _SUFFIX = ".calibration.json"
@@ -22,7 +24,7 @@ class Calibration:
         heads: For each layer that compresses, its query heads, the best retrieval heads first; empty for a layer whose
             heads never looked at a needle.
         layer_weights: Error that eviction causes in each layer's output, as a share of all; they add up to 1.
-        provenance: Plain values: the procedure's settings, texts, counts, versions, date.
+        provenance: Plain values: the procedure's settings, text, counts and versions.
     """
 
     model: str
@@ -40,7 +42,7 @@ class Calibration:
     def save(self, path: str | os.PathLike) -> None:
         """Writes a JSON file, whole or not at all."""
         content = {"format": _FORMAT} | dataclasses.asdict(self)
-        write_whole(path, json.dumps(content, indent=1) + "\n")
+        write_whole(path, _short_lists(json.dumps(content, indent=1)) + "\n")
 
 
 def load_calibration(name_or_path: str | os.PathLike) -> Calibration:
@@ -52,16 +54,14 @@ def load_calibration(name_or_path: str | os.PathLike) -> Calibration:
     Raises:
         LoadError: If there is none, or the file is not one; it names the command that makes one.
     """
-    path = pathlib.Path(name_or_path)
+    path, name = pathlib.Path(name_or_path), os.fspath(name_or_path)
     if not path.is_file():
-        path = shipped_folder() / f"{pathlib.Path(name_or_path).name}{_SUFFIX}"
+        path = shipped_folder() / f"{known_name(name) or path.name}{_SUFFIX}"
     if not path.is_file():
-        known = sorted(
-            file.name.removesuffix(".calibration.json") for file in shipped_folder().glob("*.calibration.json")
-        )
+        shipped = sorted(file.name.removesuffix(_SUFFIX) for file in shipped_folder().glob(f"*{_SUFFIX}"))
         raise LoadError(
-            f"no calibration for {os.fspath(name_or_path)!r} (shipped: {', '.join(known) or 'none'}); "
-            f"make one with: kvec calibrate {os.fspath(name_or_path)} --out FILE"
+            f"no calibration for {name!r} (shipped: {', '.join(shipped) or 'none'}); "
+            f"make one with: kvec calibrate {name} --out FILE"
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -73,8 +73,29 @@ def load_calibration(name_or_path: str | os.PathLike) -> Calibration:
 
 
 def shipped_folder() -> pathlib.Path:
-    """Where the calibrations that come with the package are."""
-    return pathlib.Path(__file__).parent.parent / "checkpoints"
+    """Where the calibrations that come with the package are: inside it, or beside it where it is a source checkout."""
+    package = pathlib.Path(__file__).parent.parent
+    inside = package / "checkpoints"
+    return inside if inside.is_dir() else package.parent / "checkpoints"
+
+
+def known_name(name_or_path: str | os.PathLike) -> str | None:
+    """The short name of a known model that is given by it, by its hub repository, or by its GGUF file.
+
+    Example:
+        >>> known_name("HuggingFaceTB/SmolLM2-135M-Instruct"), known_name("my/own-model")
+        ('smollm2-135m', None)
+    """
+    asked = os.fspath(name_or_path)
+    for model in KNOWN_MODELS.values():
+        if asked in (model.name, model.hub) or pathlib.Path(asked).name == model.file:
+            return model.name
+    return None
+
+
+def _short_lists(text: str) -> str:
+    """Puts lists of numbers on one line each. A string can't be mistaken for one: JSON has no line breaks in them."""
+    return re.sub(r"\[\n\s*([-+.,\deE\s]*?)\s*\]", lambda match: f"[{' '.join(match[1].split())}]", text)
 
 
 def write_whole(path: str | os.PathLike, text: str) -> None:

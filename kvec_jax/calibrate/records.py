@@ -1,0 +1,60 @@
+"""Results as they come, one line of JSON each, so that a long procedure can be interrupted and go on."""
+
+import json
+import os
+import pathlib
+from typing import Any
+
+from kvec_jax.calibrate.file import write_whole
+
+
+class Records:
+    """Results in a file, by name.
+
+    Args:
+        path: The file; made if it isn't there, taken up if it is.
+        header: What the results depend on, plain values. It stands in the first line.
+
+    Raises:
+        ValueError: If the file has results that depend on something else; it says what differs.
+        OSError: If the file can't be read or written.
+    """
+
+    def __init__(self, path: str | os.PathLike, header: dict[str, Any]):
+        self.path = pathlib.Path(path)
+        header = json.loads(json.dumps(header))  # tuples become lists, as they will be read
+        lines = _read_lines(self.path)
+        if lines and lines[0] != header:
+            differs = ", ".join(key for key in header if lines[0].get(key) != header[key]) or "format"
+            raise ValueError(f"{self.path}: begun with other settings ({differs}); use the same, or delete it")
+        self._results = dict(lines[1:])
+        # A line that was cut off when the procedure was killed is dropped before the next is appended.
+        write_whole(self.path, "".join(json.dumps(line) + "\n" for line in lines or [header]))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._results
+
+    def __getitem__(self, name: str) -> Any:
+        return self._results[name]
+
+    def add(self, name: str, result: Any) -> None:
+        """Keeps a result, plain values, and writes it."""
+        line = json.dumps([name, result])
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        self._results[name] = json.loads(line)[1]
+
+    def remove(self) -> None:
+        """Deletes the file."""
+        self.path.unlink()
+
+
+def _read_lines(path: pathlib.Path) -> list:
+    """Values of all whole lines."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    try:
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    except ValueError as error:
+        raise ValueError(f"{path}: not what a calibration left behind ({error}); delete it") from None

@@ -1,0 +1,113 @@
+"""Head scores and eviction errors against plain attention in numpy, written from the paper's formulas."""
+
+import numpy as np
+import pytest
+
+import kvec_jax as kv
+from kvec_jax.calibrate.heads import answer_scores, rank_heads
+from kvec_jax.calibrate.layers import eviction_errors, layer_weights
+from kvec_jax.policies.compresskv import RetrievalHeads
+from kvec_jax.prefill import prefill
+from kvec_jax.testing import tiny_model
+from tests.oracle.forward import attend, forward, visible, weights
+
+GEMMA = dict(
+    model_type="gemma3_text", num_hidden_layers=6, sliding_window=16, local_layers=(0, 1, 3, 4), post_norms=True
+)
+MODELS = {"llama": {}, "windows": GEMMA}
+NEW = 10
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    changes = {key: value for key, value in MODELS[request.param].items()}
+    return tiny_model(vocab_size=24, **changes)
+
+
+def compressing(model):
+    return [layer for layer in range(model.config.num_hidden_layers) if layer not in model.config.local_layers]
+
+
+def some_prompts(questions):
+    """The same text, then questions of these lengths."""
+    rng = np.random.default_rng(3)
+    text = rng.integers(0, 24, 70).tolist()
+    return [text + [i % 24] + rng.integers(0, 24, length - 1).tolist() for i, length in enumerate(questions)]
+
+
+def test_head_scores(model):
+    prompts, spans = some_prompts([5, 1, 9]), [(10, 17), (0, 4), (50, 69)]
+    answers, scores = answer_scores(model, prompts, spans, length=80, new=NEW)
+    config, w = model.config, weights(model)
+    for prompt, (start, end), answer, score in zip(prompts, spans, answers, scores, strict=True):
+        trace = forward(config, w, prompt + answer)
+        expected = np.zeros((config.num_hidden_layers, config.num_attention_heads))
+        for step, token in enumerate(answer):
+            asking = len(prompt) - 1 + step  # whose query predicts the token
+            assert token == trace.logits[asking].argmax()
+            if token in prompt[start:end]:
+                expected += [attention[:, asking, start:end].sum(axis=-1) for attention in trace.attention]
+        np.testing.assert_allclose(score, expected[compressing(model)], rtol=1e-4, atol=1e-5)
+        assert score.max() > 0.1
+
+
+def test_one_question_alone_scores_the_same(model):
+    prompts, spans = some_prompts([5, 7]), [(10, 17), (50, 69)]
+    answers, scores = answer_scores(model, prompts, spans, length=80, new=NEW)
+    alone, score = answer_scores(model, prompts[1:], spans[1:], length=96, new=NEW)
+    assert alone == answers[1:]
+    np.testing.assert_allclose(score, scores[1:], rtol=1e-4, atol=1e-5)
+
+
+def test_answers_stop_at_the_end_token():
+    model = tiny_model(vocab_size=24)
+    prompts, spans = some_prompts([5]), [(10, 17)]
+    (answer,), _ = answer_scores(model, prompts, spans, length=80, new=NEW)
+    ending = tiny_model(vocab_size=24, eos_token_ids=(answer[4],))
+    (shorter,), scores = answer_scores(ending, prompts, spans, length=80, new=NEW)
+    assert shorter == answer[: answer.index(answer[4]) + 1]
+    assert np.isfinite(scores).all()
+
+
+def policy_for(model, budget):
+    heads = tuple((i % 8, (i + 3) % 8) for i in range(len(compressing(model))))
+    return kv.Policy(scorer=RetrievalHeads(heads=heads, window=4), budget=budget)
+
+
+def test_eviction_errors(model):
+    prompts, policy = some_prompts([5, 12]), policy_for(model, 12)
+    errors = eviction_errors(model, prompts, policy, length=90, new=NEW)
+    config, w = model.config, weights(model)
+    for prompt, row in zip(prompts, errors, strict=True):
+        T = len(prompt)
+        logits, cache = prefill(model, np.array([prompt]), np.array([T]), policy, all_logits=False)
+        answer = []
+        for _ in range(NEW):
+            answer.append(int(forward(config, w, prompt + answer).logits[-1].argmax()))
+        trace = forward(config, w, prompt + answer)
+        for layer, error in zip(compressing(model), row, strict=True):
+            parts = trace.queries[layer], trace.keys[layer], trace.values[layer]
+            outputs = []
+            for kept in (None, cache.kept_positions(0)):
+                allowed = visible(config, layer, T + NEW, kept, T)
+                heads, _ = attend(*parts, config.scale, allowed)
+                outputs.append(np.einsum("ntd,ndm->tm", heads, trace.output[layer])[T:])
+            right, wrong = outputs
+            expected = np.linalg.norm(right - wrong, axis=-1) / (np.linalg.norm(right, axis=-1) + 1e-6)
+            assert error == pytest.approx(expected.mean(), rel=1e-3)
+
+
+def test_no_error_where_nothing_is_evicted(model):
+    errors = eviction_errors(model, some_prompts([5, 12]), policy_for(model, 90), length=90, new=NEW)
+    np.testing.assert_allclose(errors, 0, atol=1e-6)
+
+
+def test_heads_are_ranked_by_score_then_number():
+    scores = np.array([[0.2, 0.5, 0.5, 0.7], [0.0, 0.0, 0.0, 1e-6]])
+    assert rank_heads(scores) == ((3, 1, 2, 0), ())
+
+
+def test_every_kind_of_prompt_has_the_same_say():
+    rows = {"a": [np.array([1.0, 1.0, 2.0]), np.array([1.0, 1.0, 2.0])], "b": [np.array([40.0, 0.0, 40.0])]}
+    np.testing.assert_allclose(layer_weights(rows), [0.375, 0.125, 0.5])
+    np.testing.assert_allclose(layer_weights({"a": [np.zeros(4)]}), 0.25)
