@@ -32,6 +32,15 @@ def pyramid(budget: int, window: int, layers: int, length: int, beta: int = 20) 
     return [high - layer * step + window for layer in range(layers)]
 
 
+def pyramid_exact(budget: int, window: int, layers: int, length: int, beta: int = 20) -> list[int]:
+    """``pyramid`` with the sum of an even budget: what whole steps give too much is taken back, last layers first."""
+    out, i = pyramid(budget, window, layers, length, beta), layers - 1
+    while sum(out) > layers * budget:
+        out[i % layers] -= out[i % layers] > window
+        i -= 1
+    return out
+
+
 def pyramid_kvpress(budget: float, window: int, layers: int, length: int, beta: int = 20) -> list[int]:
     """PyramidKV as kvpress 0.5.5 has it: the window is inside b, rounding comes last, else every layer gets b."""
     low = budget / beta
@@ -44,14 +53,15 @@ def pyramid_kvpress(budget: float, window: int, layers: int, length: int, beta: 
     return [round(high - layer * (high - low) / (layers - 1)) for layer in range(layers)]
 
 
-def compresskv(shares, average: int, minimum: int = 32, maximum_factor: int = 3) -> list[int]:
+def compresskv(shares, average: int, minimum: int = 32, maximum_factor: int = 3, length: int = 10**9) -> list[int]:
     """CompressKV's layer budgets (https://arxiv.org/abs/2508.02401, Alg. 1, walking as the authors' code does).
 
     ``shares`` are the layers' normalised errors. Each layer starts from ``minimum``; what is left goes out in
-    proportion; what rounding leaves over is walked off one by one, most important layers first.
+    proportion; what rounding leaves over is walked off one by one, most important layers first. No layer gets more
+    than the prompt's ``length``.
     """
     layers = len(shares)
-    total, maximum = average * layers, maximum_factor * average
+    total, maximum = average * layers, min(maximum_factor * average, length)
     shares = np.asarray(shares, float) / np.sum(shares)
     spare = total - minimum * layers
     out = [min(max(minimum + round(s * spare), minimum), maximum) for s in shares]

@@ -156,6 +156,8 @@ def kvec(trace, budget, window=16, extended_window=32, unfocused=3, novelty=1.0,
     count = budgets.tokens(budget, total)
     if count >= total:
         return everything(trace), []
+    if count <= window:
+        return per_head(trace, budget, None, window), []
     prefix, places = total - window, count - window
     n, kept, history = np.zeros(prefix, int), [], []
     for layer in range(len(trace.keys)):
@@ -185,6 +187,8 @@ def laprox(trace, budget, window=32, kernel=7, gqa="attn_mean", pool_score=False
     count = budgets.tokens(budget, total)
     if count >= total:
         return everything(trace)
+    if count <= window:
+        return per_head(trace, budget, None, window)
     s = np.stack([scores.laprox(trace, i, window, kernel, gqa, pool_score) for i in range(layers)])
     return model_scope(s, count, window, total)
 
