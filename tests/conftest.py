@@ -4,3 +4,7 @@ import os
 
 # Expected numbers are the CPU's; `make test-device` sets JAX_PLATFORMS itself. Before anything imports jax.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# The tests compile far more than they compute: XLA's CPU code generator takes a third of the time without LLVM's
+# optimisations. What XLA itself does to a program stays the same.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
