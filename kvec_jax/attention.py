@@ -96,7 +96,8 @@ def cache_attention(
     steps = jnp.tile(jnp.arange(Q), N // K)  # which of the new tokens a grouped query belongs to
     oldest = None if reach is None else cache.next_position[:, None] + steps - reach + 1  # [B, G * Q]
     partial = attend_segments(grouped, cache, layer, oldest, scale)
-    partial = merge(partial, _attend_tail(grouped, cache, layer, oldest, scale))
+    if cache.tail_capacity:
+        partial = merge(partial, _attend_tail(grouped, cache, layer, oldest, scale))
     out, _ = finish(_attend_new(partial, grouped, keys, values, steps, reach, scale))
     return out.astype(queries.dtype).reshape(B, N, Q, D)
 

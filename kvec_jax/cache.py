@@ -43,6 +43,14 @@ class CompressedKV:
     next_position: Array
     segment_rows: int = dataclasses.field(default=0, metadata={"static": True})
 
+    def __repr__(self) -> str:
+        B, L, K = self.counts.shape
+        rows, size, dtype = self.keys.shape[1], self.keys.shape[2], self.keys.dtype
+        return (
+            f"CompressedKV(batch={B}, layers={L}, kv_heads={K}, head_dim={size}, pool_rows={rows}, "
+            f"tail_capacity={self.tail_capacity}, dtype={dtype})"
+        )
+
     @property
     def num_kv_heads(self) -> int:
         """K."""

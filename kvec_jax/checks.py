@@ -22,7 +22,7 @@ def check_tokens(config: ModelConfig, tokens, lengths) -> tuple[Array, Array]:
     if T > config.max_position_embeddings:
         raise ValueError(f"tokens: expected at most {config.max_position_embeddings} (the model's context), got {T}")
     lengths = check_lengths(lengths, B, 1, T)
-    _check_range("tokens", tokens, 0, config.vocab_size - 1)
+    check_token_ids(config, tokens)
     return tokens, lengths
 
 
@@ -34,6 +34,11 @@ def check_token_array(tokens) -> Array:
     if 0 in tokens.shape:
         raise ValueError(f"tokens: expected at least one row and one token, got shape {list(tokens.shape)}")
     return tokens.astype(jnp.int32)
+
+
+def check_token_ids(config: ModelConfig, tokens: Array) -> None:
+    """Raises unless all tokens are in the vocabulary."""
+    _check_range("tokens", tokens, 0, config.vocab_size - 1)
 
 
 def check_lengths(lengths, batch: int, low: int, high: int) -> Array:

@@ -10,7 +10,7 @@ from jax import lax
 
 from kvec_jax.attention import cache_attention
 from kvec_jax.cache import CompressedKV
-from kvec_jax.checks import check_lengths, check_token_array
+from kvec_jax.checks import check_lengths, check_token_array, check_token_ids
 from kvec_jax.models.transformer import Rotation, Transformer
 from kvec_jax.prefill import layer_inputs, layer_reach
 from kvec_jax.typing import Array
@@ -101,6 +101,7 @@ def _append(tail: Array, rows: Array, at: Array) -> Array:
 
 def _check(model: Transformer, cache: CompressedKV, tokens, lengths) -> tuple[Array, Array]:
     tokens = check_token_array(tokens)
+    check_token_ids(model.config, tokens)
     B, Q = tokens.shape
     if cache.tail_length.shape[0] != B:
         raise ValueError(f"tokens: expected {cache.tail_length.shape[0]} rows, as the cache has, got {B}")

@@ -161,6 +161,8 @@ class Policy:
     def __post_init__(self):
         if not hasattr(self.budget, "per_layer"):
             object.__setattr__(self, "budget", Even(self.budget))
+        if isinstance(self.scorer, type) or not callable(getattr(self.scorer, "score", None)):
+            raise TypeError(f"scorer: expected a scorer such as kvec_jax.WindowAttention(), got {self.scorer!r}")
         check_choice("scope", self.scope, ("head", "layer", "model"))
         check_count("sinks", self.sinks, 0)
         if not 0 <= self.floor <= 1:
