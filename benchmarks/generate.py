@@ -7,11 +7,6 @@ the median is shown. The prompt is real text: Python's language reference, repea
 import argparse
 import dataclasses
 import functools
-import os
-import pathlib
-import platform
-import statistics
-import time
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 import kvec_jax as kv
-from kvec_jax.demo import reference_text
+from benchmarks.common import machine, medians, prompt
 
 _BUDGET = 256
 _DECODE_LENGTHS = 2  # decoding is measured at the longest of the lengths
@@ -31,7 +26,7 @@ def main() -> None:
     console = Console(width=100)
     lm = kv.load(options.model, dtype=options.dtype)
     policies = {"full": kv.FullCache(), f"snapkv {options.budget}": kv.SnapKV(budget=options.budget)}
-    console.print(_machine(options, jax.tree.leaves(lm.model)[0].dtype), highlight=False)
+    console.print(machine(options, jax.tree.leaves(lm.model)[0].dtype), highlight=False)
 
     with console.status("reading prompts"):
         rows = [(length, _prefill_times(lm, length, policies, options)) for length in options.lengths]
@@ -63,41 +58,17 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _machine(options, dtype) -> str:
-    device = jax.devices()[0]
-    return (
-        f"{_processor()}, {os.cpu_count()} cores; JAX {jax.__version__} on {device.platform} ({device.device_kind}); "
-        f"Python {platform.python_version()}\n{options.model}, {dtype}, medians of {options.runs}"
-    )
-
-
-def _processor() -> str:
-    cpuinfo = pathlib.Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def _prompt(lm, length: int) -> jax.Array:
-    """Exactly ``length`` tokens of the reference, int32 [1, length]."""
-    # A token is hardly ever longer than 16 characters, and encoding all of the text takes long.
-    ids = lm.tokenizer.encode(reference_text()[: 16 * length])
-    return jnp.asarray([(ids * (length // len(ids) + 1))[:length]], jnp.int32)
-
-
 def _prefill_times(lm, length: int, policies: dict, options) -> dict[str, float]:
-    tokens, lengths = _prompt(lm, length), jnp.array([length], jnp.int32)
+    tokens, lengths = prompt(lm, length), jnp.array([length], jnp.int32)
 
     def prefill(policy):
         jax.block_until_ready(kv.prefill(lm.model, tokens, lengths, policy, reserve=options.decode_tokens))
 
-    return _medians({name: functools.partial(prefill, policy) for name, policy in policies.items()}, options.runs)
+    return medians({name: functools.partial(prefill, policy) for name, policy in policies.items()}, options.runs)
 
 
 def _decode_rates(lm, length: int, batch: int, policies: dict, options) -> dict[str, float]:
-    tokens, lengths = _prompt(lm, length), jnp.array([length], jnp.int32)
+    tokens, lengths = prompt(lm, length), jnp.array([length], jnp.int32)
     steps = options.decode_tokens
     started = {name: kv.prefill(lm.model, tokens, lengths, policy, reserve=steps) for name, policy in policies.items()}
 
@@ -111,7 +82,7 @@ def _decode_rates(lm, length: int, batch: int, policies: dict, options) -> dict[
         done = kv.decode(lm.model, cache, logits, kv.Greedy(), key, max_new_tokens=steps, eos_token_ids=())
         jax.block_until_ready(done)
 
-    seconds = _medians(dict.fromkeys(policies, decode), options.runs, prepare)
+    seconds = medians(dict.fromkeys(policies, decode), options.runs, prepare)
     return {name: batch * steps / value for name, value in seconds.items()}
 
 
@@ -125,18 +96,6 @@ def _tiled(cache, batch: int):
     fields = {field.name: getattr(cache, field.name) for field in dataclasses.fields(cache)}
     tiled = {name: tile(name, leaf) for name, leaf in fields.items() if isinstance(leaf, jax.Array)}
     return jax.block_until_ready(dataclasses.replace(cache, **tiled))
-
-
-def _medians(tasks: dict, runs: int, prepare=None) -> dict[str, float]:
-    """Median seconds of each task, in turn, after a warm-up; ``prepare(name)`` makes its argument, untimed."""
-    seconds = {name: [] for name in tasks}
-    for _ in range(runs + 1):
-        for name, task in tasks.items():
-            arguments = () if prepare is None else (prepare(name),)
-            start = time.perf_counter()
-            task(*arguments)
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values[1:]) for name, values in seconds.items()}
 
 
 def _table(headings: list[str], rows: list[tuple], form: str) -> Table:

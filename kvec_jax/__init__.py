@@ -1,6 +1,7 @@
 """kvec_jax: key-value cache compression for long-context language models, in JAX."""
 
 from kvec_jax.cache import CompressedKV as CompressedKV
+from kvec_jax.cache import coverage as coverage
 from kvec_jax.errors import KvecError as KvecError
 from kvec_jax.errors import LoadError as LoadError
 from kvec_jax.errors import UnsupportedError as UnsupportedError

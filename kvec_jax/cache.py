@@ -100,3 +100,24 @@ class CompressedKV:
         return dataclasses.replace(
             self, tail_keys=jnp.pad(self.tail_keys, padding), tail_values=jnp.pad(self.tail_values, padding)
         )
+
+
+def coverage(cache: CompressedKV) -> np.ndarray:
+    """Share of each prompt's positions that at least one head of one layer keeps (K-VEC, section 3).
+
+    Args:
+        cache: Of any policy.
+
+    Returns:
+        float64 [B], in [0, 1].
+
+    Example:
+        >>> import kvec_jax as kv
+        >>> from kvec_jax.testing import tiny_model
+        >>> _, cache = kv.prefill(tiny_model(), jnp.arange(60)[None], jnp.array([60]), kv.StreamingLLM(15))
+        >>> coverage(cache).tolist()
+        [0.25]
+    """
+    lengths = np.asarray(cache.next_position - cache.tail_length)
+    kept = (np.unique(np.concatenate(sum(cache.kept_positions(row), []))) for row in range(len(lengths)))
+    return np.array([len(positions) / length for positions, length in zip(kept, lengths)])
