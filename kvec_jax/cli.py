@@ -55,8 +55,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_generate(commands)
     _add_calibrate(commands)
-    models = commands.add_parser("models", help="list the models known by name")
+    models = commands.add_parser("models", help="list the models known by name, or show one")
     models.set_defaults(run=_models)
+    actions = models.add_subparsers(dest="action", metavar="show MODEL")
+    show = actions.add_parser("show", help="layers, heads, and bytes of the cache before and after compression")
+    show.add_argument("model", help="a known name, a hub id, a folder of safetensors or a .gguf file")
+    show.add_argument("--budget", type=int, default=_DEFAULT_BUDGET, metavar="N", help="tokens per head (%(default)s)")
+    show.set_defaults(run=_show_model)
     return parser
 
 
@@ -346,6 +351,32 @@ def _models(arguments: argparse.Namespace) -> None:
     console = Console()
     console.print(table)
     console.print("Also: a repository on the Hugging Face hub, a folder of safetensors, a .gguf file.", highlight=False)
+
+
+def _show_model(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvec_jax.arguments import check_count
+    from kvec_jax.models.load import load_config
+
+    check_count("--budget", arguments.budget, 1)
+    config = load_config(arguments.model)
+    local = (
+        f", {len(config.local_layers)} of them local (window {config.sliding_window})" if config.local_layers else ""
+    )
+    print(f"{arguments.model}: {config.model_type}, {config.num_hidden_layers} layers{local}")
+    print(
+        f"{config.num_attention_heads} query heads, {config.num_key_value_heads} key-value heads of {config.head_dim}, "
+        f"width {config.hidden_size}, {config.vocab_size:,} tokens in the vocabulary"
+    )
+    print(f"context {config.max_position_embeddings:,}; one token's keys and values: {config.kv_bytes(1, 2):,} bytes")
+    table = Table("prompt", "cache, bfloat16", f"budget {arguments.budget}", "share")
+    for tokens in (8192, 32768, 131072):
+        full, small = config.kv_bytes(tokens, 2), config.kv_bytes(tokens, 2, arguments.budget)
+        beyond = " (beyond the context)" if tokens > config.max_position_embeddings else ""
+        table.add_row(f"{tokens:,}{beyond}", f"{full / 1e6:,.1f} MB", f"{small / 1e6:,.1f} MB", f"{small / full:.1%}")
+    Console().print(table)
 
 
 def _is_here(model) -> bool:

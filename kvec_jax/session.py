@@ -182,7 +182,7 @@ class LanguageModel:
                 kept=entries,
                 total=length * config.num_hidden_layers * config.num_key_value_heads,
                 cache_bytes=cache.pool_nbytes // len(rows),
-                full_cache_bytes=padded * config.kv_bytes_per_token(cache.keys.dtype.itemsize),
+                full_cache_bytes=config.kv_bytes(padded, cache.keys.dtype.itemsize),
                 compile_seconds=run.compile_seconds,
                 prefill_seconds=run.prefill_seconds,
                 decode_seconds=run.decode_seconds,

@@ -1,6 +1,7 @@
 """The command line: what it passes on, what it prints, and how it fails."""
 
 import argparse
+import pathlib
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import kvec_jax as kv
 from kvec_jax import cli, demo
 from kvec_jax.session import Stats
 
+GOLDENS = pathlib.Path(__file__).parent / "goldens"
 STATS = Stats(
     prompt_tokens=1000,
     new_tokens=8,
@@ -226,3 +228,16 @@ def test_demo_conclusion_follows_the_numbers():
 def test_help_needs_no_model(tmp_path):
     done = subprocess.run([sys.executable, "-m", "kvec_jax.cli", "--help"], capture_output=True, text=True, check=True)
     assert "generate" in done.stdout and "demo" in done.stdout
+
+
+def test_models_show_tells_what_the_cache_takes(capsys):
+    status, out, _ = run(capsys, "models", "show", str(GOLDENS / "gemma3"), "--budget", "128")
+    assert status == 0
+    assert "6 layers, 5 of them local (window 32)" in out
+    # One global layer of one head of 16: 2 * 2 * 16 bytes a token, and five windows of 32 tokens.
+    assert f"{(8192 + 5 * 32) * 64 / 1e6:,.1f} MB" in out and f"{(128 + 5 * 32) * 64 / 1e6:,.1f} MB" in out
+
+
+def test_models_show_of_nothing_is_one_line(capsys):
+    status, _, err = run(capsys, "models", "show", "nosuch.gguf")
+    assert status == 2 and "nosuch.gguf" in err and len(err.splitlines()) == 1

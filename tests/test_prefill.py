@@ -163,7 +163,7 @@ def test_only_one_layer_is_ever_whole():
         kept = layers * 64 * model.config.num_key_value_heads * (2 * model.config.head_dim * 4 + 4)
         assert memory.output_size_in_bytes < 1.2 * kept + 10_000
     growth = (needed[1] - needed[0]) / 28
-    full_layer = length * model.config.kv_bytes_per_token(4) / 32
+    full_layer = model.config.kv_bytes(length, 4) / 32
     assert growth < 0.2 * full_layer + model.config.hidden_size**2 * 40
 
 

@@ -101,6 +101,15 @@ class ModelConfig:
             raise ValueError(f"max_context: expected 1 to {self.max_position_embeddings}, got {max_context!r}")
         return dataclasses.replace(self, max_position_embeddings=max_context)
 
-    def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes that one token's keys and values take over all layers, uncompressed."""
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * itemsize
+    def kv_bytes(self, tokens: int, itemsize: int, budget: int | None = None) -> int:
+        """Bytes of the keys and values of a prompt.
+
+        Args:
+            tokens: Of the prompt.
+            itemsize: Bytes of a number.
+            budget: Tokens that each head of a global layer keeps; ``None`` means all. Local layers keep their window.
+        """
+        kept = tokens if budget is None else min(budget, tokens)
+        local = len(self.local_layers)
+        rows = kept * (self.num_hidden_layers - local) + min(tokens, self.sliding_window or tokens) * local
+        return 2 * rows * self.num_key_value_heads * self.head_dim * itemsize

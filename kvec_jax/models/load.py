@@ -10,6 +10,7 @@ import re
 from kvec_jax.errors import LoadError, UnsupportedError
 from kvec_jax.models import gguf, huggingface, sources
 from kvec_jax.models.checkpoint import SETTINGS, load_checkpoint
+from kvec_jax.models.config import ModelConfig
 from kvec_jax.models.gguf_file import read_gguf
 from kvec_jax.models.registry import KNOWN_MODELS
 from kvec_jax.models.safetensors_file import read_folder
@@ -77,6 +78,20 @@ def load_model(
     return LoadedModel(load_weights(config, tensors, rules, dtype, str(path)), tokenizer, name)
 
 
+def load_config(name_or_path: str | os.PathLike, **options) -> ModelConfig:
+    """Shape and features of a model, without its weights (a known name or one of the hub is fetched if it isn't here).
+
+    Args:
+        name_or_path: As for ``load_model``, but no checkpoint folder.
+        **options: ``revision`` and ``token``, as for ``load_model``.
+
+    Raises:
+        LoadError, UnsupportedError: As for ``load_model``.
+    """
+    path = _locate(os.fspath(name_or_path), options.get("revision"), options.get("token"))
+    return (_open_folder if path.is_dir() else _open_gguf)(path, None)[0]
+
+
 def _locate(name: str, revision, token) -> pathlib.Path:
     """The file or folder that ``name`` means."""
     path = pathlib.Path(name).expanduser()
@@ -142,4 +157,4 @@ def _json(path: pathlib.Path) -> dict:
     return content
 
 
-__all__ = ["LoadedModel", "load_model"]
+__all__ = ["LoadedModel", "load_config", "load_model"]
