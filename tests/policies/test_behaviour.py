@@ -16,7 +16,15 @@ from tests.prompts import as_lists, batch, model_of, prompt, trace_of
 T = 300
 LENGTHS = (5, 37, 300, 190)
 
-every_policy = pytest.mark.parametrize("name", CASES)
+# Variants of what others show already: their whole suite is among the slow tests.
+VARIANTS = ("streaming-share", "h2o", "kvec-share", "laprox-score-mean", "laprox-exact", "criticaladakv", "knorm")
+
+
+def some(names, slow=VARIANTS):
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in slow else n for n in names])
+
+
+every_policy = some(CASES)
 
 
 @functools.cache
@@ -26,7 +34,7 @@ def run(name: str, lengths=LENGTHS, seed: int = 0, pad: int = 0):
     return kv.prefill(model, *batch(lengths, T, seed, pad), CASES[name].policy, reserve=3)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.keep])
+@some([name for name, case in CASES.items() if case.keep], slow=())
 def test_keeps_what_the_formulas_say(name):
     _, cache = run(name)
     for row, length in enumerate(LENGTHS):
@@ -116,7 +124,7 @@ LOCAL = dict(sliding_window=8, local_layers=(0, 2))
 QUICK = ("full", "streaming", "snapkv-layer-share")
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+@some(CASES, slow=[name for name in CASES if name not in QUICK])
 def test_local_layers_keep_their_window_and_cost_the_others_nothing(name):
     """Local layers keep what their window still shows; the policy acts on the global ones as on a model of those."""
     model, _ = model_of(**LOCAL)
