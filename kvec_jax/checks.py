@@ -28,12 +28,12 @@ def check_tokens(config: ModelConfig, tokens, lengths) -> tuple[Array, Array]:
 
 def check_token_array(tokens) -> Array:
     """Checks that ``tokens`` are integers [rows, columns], at least one of each."""
-    tokens = jnp.asarray(tokens)
-    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+    tokens = _as_array("tokens", tokens)
+    if tokens.ndim != 2 or tokens.dtype.kind not in "iu":
         raise ValueError(f"tokens: expected integers of shape [B, T], got {tokens.dtype} {list(tokens.shape)}")
     if 0 in tokens.shape:
         raise ValueError(f"tokens: expected at least one row and one token, got shape {list(tokens.shape)}")
-    return tokens.astype(jnp.int32)
+    return jnp.asarray(tokens, jnp.int32)
 
 
 def check_token_ids(config: ModelConfig, tokens: Array) -> None:
@@ -43,11 +43,20 @@ def check_token_ids(config: ModelConfig, tokens: Array) -> None:
 
 def check_lengths(lengths, batch: int, low: int, high: int) -> Array:
     """Checks integers [batch] from ``low`` to ``high``."""
-    lengths = jnp.asarray(lengths)
-    if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+    lengths = _as_array("lengths", lengths)
+    if lengths.shape != (batch,) or lengths.dtype.kind not in "iu":
         raise ValueError(f"lengths: expected {batch} integers, got {lengths.dtype} {list(lengths.shape)}")
     _check_range("lengths", lengths, low, high)
-    return lengths.astype(jnp.int32)
+    return jnp.asarray(lengths, jnp.int32)
+
+
+def _as_array(name: str, values) -> Array | np.ndarray:
+    if isinstance(values, jax.Array):
+        return values
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError) as error:  # rows of different lengths
+        raise ValueError(f"{name}: expected integers, got {values!r}") from error
 
 
 def _check_range(name: str, values: Array, low: int, high: int) -> None:

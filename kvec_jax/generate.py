@@ -1,6 +1,8 @@
 """Generation: the decoding loop, and prompt to tokens in one ``jit``."""
 
 import functools
+import numbers
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +136,11 @@ def check_key(sampler: Sampler, key: Array | None, batch: int) -> Array:
 
 def end_tokens(model: Transformer, eos_token_ids) -> tuple[int, ...]:
     """The tokens that end a generation, given or the model's own."""
+    known = eos_token_ids is None or (
+        isinstance(eos_token_ids, Iterable) and all(isinstance(token, numbers.Integral) for token in eos_token_ids)
+    )
+    if not known:
+        raise ValueError(f"eos_token_ids: expected token ids such as (2,), got {eos_token_ids!r}")
     return model.config.eos_token_ids if eos_token_ids is None else tuple(int(x) for x in eos_token_ids)
 
 

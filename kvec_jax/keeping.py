@@ -205,7 +205,8 @@ class Cascade:
 
     Entries are ordered by their place in their own head, so that cutting a layer down to n leaves places 0 to n - 1. A
     layer's budget only falls as layers are added, but for rounding, which may raise it by one again: one entry more is
-    held until the end.
+    held until the end. (Where layers are capped by the prompt's length their surplus may raise an earlier layer again
+    by more; those places then stay empty.)
     """
 
     plan: Plan

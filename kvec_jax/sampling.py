@@ -93,7 +93,8 @@ def _nucleus(probabilities: Array, top_p: Array | float) -> Array:
 
 
 def _check(name: str, value, expected: str, good) -> None:
-    if isinstance(value, numbers.Real) and not good(value):
+    wrong_type = value is None or isinstance(value, str)
+    if wrong_type or (isinstance(value, numbers.Real) and not good(value)):
         raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
 

@@ -110,8 +110,9 @@ class Pyramid:
     """Falls linearly from the first layer to the last, as in PyramidKV (https://arxiv.org/abs/2406.02069, eq. 3-5).
 
     With b = tokens - window, the last layer keeps about b / beta entries beside the window and the first
-    2 b - b / beta, in equal whole steps; the first never more than the prompt has. What the steps' rounding leaves over
-    goes to the first layers, one entry each, so that the sum is that of an even budget (the official code loses it).
+    2 b - b / beta, in equal whole steps; the first never more than the prompt has. What the steps' rounding lacks
+    goes to the first layers, one entry each, and what it has too much is taken from the last, so that the sum is that
+    of an even budget (that of the official code may differ by some entries).
 
     Args:
         tokens: See ``Even``.
