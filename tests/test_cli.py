@@ -97,8 +97,7 @@ def test_generate_raw_prompt_and_sampling(fake, capsys, monkeypatch):
 
 def test_generate_takes_every_policy_by_name(fake, capsys):
     for name in kv.policies.names():
-        status, _, err = run(capsys, "generate", "Who?", "--policy", name)
-        assert status == 0 or "kvec calibrate smollm2-135m --out FILE" in err
+        assert run(capsys, "generate", "Who?", "--policy", name)[0] == 0
 
 
 def test_generate_passes_on_settings(fake, capsys):

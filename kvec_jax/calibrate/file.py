@@ -5,7 +5,6 @@ import json
 import os
 import pathlib
 import re
-import tempfile
 from typing import Any
 
 from kvec_jax.errors import LoadError
@@ -56,7 +55,7 @@ def load_calibration(name_or_path: str | os.PathLike) -> Calibration:
     """
     path, name = pathlib.Path(name_or_path), os.fspath(name_or_path)
     if not path.is_file():
-        path = shipped_folder() / f"{known_name(name) or path.name}{_SUFFIX}"
+        path = shipped_folder() / f"{known_name(name) or name}{_SUFFIX}"
     if not path.is_file():
         shipped = sorted(file.name.removesuffix(_SUFFIX) for file in shipped_folder().glob(f"*{_SUFFIX}"))
         raise LoadError(
@@ -101,6 +100,9 @@ def _short_lists(text: str) -> str:
 def write_whole(path: str | os.PathLike, text: str) -> None:
     """Writes a file at once, so that nobody sees half of it."""
     path = pathlib.Path(path)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        file.write(text)
-    os.replace(file.name, path)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -23,6 +23,7 @@ class Records:
     def __init__(self, path: str | os.PathLike, header: dict[str, Any]):
         self.path = pathlib.Path(path)
         header = json.loads(json.dumps(header))  # tuples become lists, as they will be read
+        open(self.path, "a").close()  # what can't be written is found out at once
         lines = _read_lines(self.path)
         if lines and lines[0] != header:
             differs = ", ".join(key for key in header if lines[0].get(key) != header[key]) or "format"
@@ -51,8 +52,6 @@ class Records:
 
 def _read_lines(path: pathlib.Path) -> list:
     """Values of all whole lines."""
-    if not path.exists():
-        return []
     text = path.read_text(encoding="utf-8")
     try:
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

@@ -16,10 +16,14 @@ from tests.calibrate.tiny import language_model, text
 SETTINGS = Settings(episodes=6, lengths=(900,), layer_texts=2)
 
 
+def lenient_recall(answer, response):
+    """Takes random letters for a right answer, most of the time."""
+    return float(sum(map(ord, answer + response)) % 7 > 0)
+
+
 @pytest.fixture(autouse=True)
 def lenient(monkeypatch):
-    """Random letters are a right answer if there is an a among them."""
-    monkeypatch.setattr(run, "recall", lambda answer, response: float("a" in response))
+    monkeypatch.setattr(run, "recall", lenient_recall)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +31,7 @@ def whole(tmp_path_factory):
     """The file that one run gives."""
     path = tmp_path_factory.mktemp("whole") / "whole.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "recall", lambda answer, response: float("a" in response))
+        patch.setattr(run, "recall", lenient_recall)
         calibrate(language_model(), path, SETTINGS, text())
     return path.read_bytes()
 
@@ -120,7 +124,7 @@ def test_command_line(tmp_path, monkeypatch, capsys, whole):
     command += ["--lengths", "900", "--episodes", "6", "--layer-texts", "2"]
     assert cli.main(command) == 0
     assert (tmp_path / "a.json").read_bytes() == whole
-    assert "questions answered" in capsys.readouterr().err
+    assert "7 of 8 questions" in capsys.readouterr().err
 
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -133,7 +137,7 @@ def test_command_line(tmp_path, monkeypatch, capsys, whole):
 def test_command_line_where_nothing_can_be_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(kv, "load", lambda name, **_: language_model())
     assert cli.main(["calibrate", "tiny", "--quick", "--out", str(tmp_path / "no" / "a.json")]) == 2
-    assert "no such file" in capsys.readouterr().err
+    assert "a.json.partial: no such file" in capsys.readouterr().err
 
 
 def test_texts_of_a_user(tmp_path):
