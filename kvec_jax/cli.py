@@ -208,7 +208,7 @@ def _demo(arguments: argparse.Namespace) -> None:
 
 def _calibrate(arguments: argparse.Namespace) -> None:
     from kvec_jax.calibrate import command
-    from kvec_jax.calibrate.run import Settings, Text
+    from kvec_jax.calibrate.settings import Settings, Text
 
     given = {name: getattr(arguments, name) for name in arguments.settings}
     given = {name: value for name, value in given.items() if value is not None}

@@ -4,7 +4,8 @@ import os
 import time
 
 from kvec_jax.calibrate.file import known_name
-from kvec_jax.calibrate.run import Settings, Text, calibrate
+from kvec_jax.calibrate.run import calibrate
+from kvec_jax.calibrate.settings import Settings, Text
 
 
 def run(model: str, out: str | os.PathLike, settings: Settings, text: Text, *, dtype: str | None = None) -> None:

@@ -4,7 +4,7 @@ import functools
 import random
 
 import kvec_jax as kv
-from kvec_jax.calibrate.run import Text
+from kvec_jax.calibrate.settings import Text
 from kvec_jax.testing import tiny_model
 
 VOCABULARY = 16
