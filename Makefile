@@ -22,7 +22,7 @@ demo: $(VENV)/.package
 
 test: lint
 	@echo "==> Tests"
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-all: lint
 	@echo "==> All tests that need no accelerator"
