@@ -197,7 +197,9 @@ def test_bad_prompts(name):
         kv.prefill(model_of()[0], tokens, lengths, POLICY)
 
 
-@pytest.mark.parametrize("policy", ["snapkv", None, 64, kv.SnapKV], ids=repr)
+@pytest.mark.parametrize(
+    "policy", ["snapkv", None, 64, kv.SnapKV], ids=lambda value: getattr(value, "__name__", repr(value))
+)
 def test_bad_policies(policy):
     with pytest.raises(TypeError, match="policy: expected a Policy"):
         kv.prefill(model_of()[0], TOKENS, [8, 8], policy)
