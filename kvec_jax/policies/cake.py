@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from kvec_jax.arguments import check_count, check_kernel
 from kvec_jax.policies.base import Observation, Policy, Scores, Stateless
-from kvec_jax.policies.budgets import check_tokens, largest_remainder, most_tokens, resolve_tokens, settle
+from kvec_jax.policies.budgets import Even, largest_remainder, most_tokens, resolve_tokens, settle
 from kvec_jax.scores import pool_scores, window_scores
 from kvec_jax.typing import Array
 
@@ -46,33 +46,22 @@ class ShiftingAttention(Stateless):
 
 
 @dataclasses.dataclass(frozen=True)
-class Preference:
+class Preference(Even):
     """Divides the budget over the layers in proportion to what they want, as far as they have been read.
+
+    Before any is read each is promised the average, as in ``Even``; ``share`` says what each gets.
 
     Args:
         tokens: See ``Even``.
         window: Tokens that every layer keeps, inside the budget.
     """
 
-    tokens: int | float
     window: int = 32
     even = False
-
-    def __post_init__(self):
-        check_tokens(self.tokens)
-
-    def per_layer(self, lengths: Array, layers: int) -> Array:
-        """What the layers get on average; ``share`` says what each gets."""
-        tokens = jnp.minimum(resolve_tokens(self.tokens, lengths), lengths)
-        return jnp.broadcast_to(tokens, (layers, *lengths.shape)).astype(jnp.int32)
 
     def most(self, length: int, layers: int) -> int:
         """See ``BudgetRule``."""
         return min(layers * most_tokens(self.tokens, length), length)
-
-    def total(self, length: int, layers: int) -> int:
-        """See ``BudgetRule``."""
-        return layers * most_tokens(self.tokens, length)
 
     def share(self, preferences: Array, lengths: Array) -> Array:
         """Budgets int32 [L, B] from the layers' preferences float32 [L, B]; those of layers not yet read are negative.
