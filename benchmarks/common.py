@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from kvec_jax.demo import reference_text
 
 
-def machine(options, dtype) -> str:
-    """Processor, versions, model and number of runs, in two lines."""
+def machine(model: str, dtype, runs: int | None = None) -> str:
+    """Processor, versions, model and number of timed runs, in two lines."""
     device = jax.devices()[0]
+    timing = f", medians of {runs}" if runs else ""
     return (
         f"{processor()}, {os.cpu_count()} cores; JAX {jax.__version__} on {device.platform} ({device.device_kind}); "
-        f"Python {platform.python_version()}\n{options.model}, {dtype}, medians of {options.runs}"
+        f"Python {platform.python_version()}\n{model}, {dtype}{timing}"
     )
 
 

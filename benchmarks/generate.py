@@ -26,7 +26,7 @@ def main() -> None:
     console = Console(width=100)
     lm = kv.load(options.model, dtype=options.dtype)
     policies = {"full": kv.FullCache(), f"snapkv {options.budget}": kv.SnapKV(budget=options.budget)}
-    console.print(machine(options, jax.tree.leaves(lm.model)[0].dtype), highlight=False)
+    console.print(machine(options.model, lm.model.dtype, options.runs), highlight=False)
 
     with console.status("reading prompts"):
         rows = [(length, _prefill_times(lm, length, policies, options)) for length in options.lengths]

@@ -27,7 +27,7 @@ def main() -> None:
     options = _options()
     console = Console(width=110)
     lm = kv.load(options.model, dtype=options.dtype)
-    console.print(machine(options, lm.model.dtype), highlight=False)
+    console.print(machine(options.model, lm.model.dtype, options.runs), highlight=False)
     tokens, lengths = prompt(lm, options.tokens), jnp.array([options.tokens], jnp.int32)
     full = _Program(lm.model, kv.FullCache(), tokens, lengths)
     table = Table(title=f"Prefill and compression of {options.tokens:,} tokens, budget {options.budget}")

@@ -1,0 +1,59 @@
+"""How many entries a policy keeps in bfloat16 that it also keeps in float32: ``python -m benchmarks.precision``.
+
+The model is run in both; what they keep of one prompt is compared, over all layers and heads. Beside it stands what two
+random choices of the same size would share.
+"""
+
+import argparse
+
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import kvec_jax as kv
+from benchmarks.common import machine, prompt
+from benchmarks.policies import make
+
+
+def main() -> None:
+    """Prints the machine, then a table with one row per policy."""
+    options = _options()
+    console = Console(width=100)
+    exact, rough = (kv.load(options.model, dtype=dtype) for dtype in ("float32", "bfloat16"))
+    console.print(machine(options.model, "float32 and bfloat16"), highlight=False)
+    tokens = prompt(exact, options.tokens)
+    table = Table(title=f"Entries kept of {options.tokens:,} tokens, budget {options.budget}")
+    for heading in ("policy", "kept in both", "by chance"):
+        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    for name in options.policies or [name for name in kv.policies.names() if name != "full"]:
+        with console.status(name):
+            masks = [_kept(lm, tokens, make(name, options.budget, options.model)) for lm in (exact, rough)]
+        shared = (masks[0] & masks[1]).sum() / masks[0].sum()
+        chance = (masks[0].mean(axis=-1) * masks[1].mean(axis=-1)).sum() * tokens.size / masks[0].sum()
+        table.add_row(name, f"{shared:.3f}", f"{chance:.3f}")
+    console.print(table)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.precision", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--budget", type=int, default=128)
+    parser.add_argument("--policies", type=lambda text: text.split(","), help="by default all that there are")
+    return parser.parse_args()
+
+
+def _kept(lm, tokens, policy: kv.Policy) -> np.ndarray:
+    """Bool [layers, heads, tokens]: what is kept of the prompt."""
+    _, cache = kv.prefill(lm.model, tokens, jnp.array([tokens.size], jnp.int32), policy)
+    config = lm.config
+    mask = np.zeros((config.num_hidden_layers, config.num_key_value_heads, tokens.size), bool)
+    for layer, heads in enumerate(cache.kept_positions(0)):
+        for head, positions in enumerate(heads):
+            mask[layer, head, positions] = True
+    return mask
+
+
+if __name__ == "__main__":
+    main()
