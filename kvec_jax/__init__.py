@@ -8,6 +8,7 @@ from kvec_jax.errors import UnsupportedError as UnsupportedError
 from kvec_jax.extend import extend as extend
 from kvec_jax.generate import decode as decode
 from kvec_jax.generate import generate as generate
+from kvec_jax.implementations import Implementations as Implementations
 from kvec_jax.models.config import ModelConfig as ModelConfig
 from kvec_jax.models.transformer import Transformer as Transformer
 from kvec_jax.policies import CAKE as CAKE
