@@ -15,7 +15,7 @@ from kvec_jax.extend import run_extend
 from kvec_jax.models.transformer import Transformer
 from kvec_jax.policies import FullCache
 from kvec_jax.prefill import run_prefill
-from kvec_jax.session import cut_at_end
+from kvec_jax.running import cut_at_end
 from kvec_jax.typing import Array
 
 # A layer whose best head scores less than this has no retrieval heads.

@@ -1,6 +1,5 @@
 """Layer weights: how wrong each layer's output becomes when almost all of its cache is evicted (CompressKV, app. B)."""
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
@@ -9,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvec_jax.calibrate.replay import Attending, compressing, greedy, pad, replay
-from kvec_jax.keeping import Keeper, keeper
 from kvec_jax.models.transformer import Transformer
 from kvec_jax.policies import FullCache, Policy
-from kvec_jax.prefill import as_cache, read_layers
-from kvec_jax.session import cut_at_end
+from kvec_jax.running import cut_at_end
+from kvec_jax.sweep import run_sweep
 from kvec_jax.typing import Array
 
 _EPSILON = 1e-6
@@ -63,38 +61,12 @@ def layer_weights(errors: Mapping[str, Sequence[np.ndarray]]) -> np.ndarray:
 @functools.partial(jax.jit, static_argnames=("policy", "new"))
 def _errors(model, tokens, lengths, policy, new):
     """Answers int32 [B, new], and the error [L, B, new] at each of their tokens."""
-    full, small = (keeper(each, model.config, lengths, tokens.shape[1]) for each in (FullCache(), policy))
-    both = _Both(full, small)
-    hidden, pools = read_layers(model, policy.scorer.prepare(model), tokens, lengths, policy, both)
-    full, small = (as_cache(pool, model.config, lengths, new) for pool in both.finish(pools))
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    response = greedy(model, full, model.unembed(last), new)
+    policies, prepared = (FullCache(), policy), (None, policy.scorer.prepare(model))
+    logits, (full, small) = run_sweep(model, prepared, tokens, lengths, policies, new)
+    response = greedy(model, full, logits, new)
 
     def error(seen: Attending) -> Array:
         right, wrong = (seen.project(x).astype(jnp.float32) for x in (seen.output, seen.over(small, seen.values)))
         return jnp.linalg.norm(wrong - right, axis=-1) / (jnp.linalg.norm(right, axis=-1) + _EPSILON)
 
     return response, replay(model, full, response, error)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Both:
-    """A keeper that makes the full cache and a compressed one, from one reading of the prompt."""
-
-    full: Keeper
-    small: Keeper
-
-    @property
-    def plan(self):
-        return self.small.plan
-
-    def empty(self, dtype):
-        return self.full.empty(dtype), self.small.empty(dtype)
-
-    def add(self, pools, layer, is_local, seen, memory):
-        full, _ = self.full.add(pools[0], layer, is_local, seen, None)
-        small, memory = self.small.add(pools[1], layer, is_local, seen, memory)
-        return (full, small), memory
-
-    def finish(self, pools):
-        return self.full.finish(pools[0]), self.small.finish(pools[1])
