@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 import re
@@ -12,6 +11,7 @@ from kvec_jax.models import gguf, huggingface, sources
 from kvec_jax.models.checkpoint import SETTINGS, load_checkpoint
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.models.gguf_file import read_gguf
+from kvec_jax.models.json_file import read_object
 from kvec_jax.models.registry import KNOWN_MODELS
 from kvec_jax.models.safetensors_file import read_folder
 from kvec_jax.models.tokenizer import Tokenizer
@@ -125,9 +125,9 @@ def _open_gguf(path: pathlib.Path, max_context):
 
 
 def _open_folder(folder: pathlib.Path, max_context):
-    settings = _json(folder / "config.json")
+    settings = read_object(folder / "config.json")
     generation_file = folder / "generation_config.json"
-    generation = _json(generation_file) if generation_file.is_file() else None
+    generation = read_object(generation_file) if generation_file.is_file() else None
     with _naming(folder / "config.json"):
         config = huggingface.config_from_hf(settings, generation, max_context=max_context)
     tokenizer = None
@@ -143,18 +143,6 @@ def _naming(path: pathlib.Path):
         yield
     except (LoadError, UnsupportedError) as error:
         raise type(error)(f"{path}: {error}") from error
-
-
-def _json(path: pathlib.Path) -> dict:
-    if not path.is_file():
-        raise LoadError(f"{path.parent}: no {path.name} in this folder")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise LoadError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise LoadError(f"{path}: expected a JSON object")
-    return content
 
 
 __all__ = ["LoadedModel", "load_config", "load_model"]

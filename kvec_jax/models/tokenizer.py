@@ -1,11 +1,11 @@
 """Text to token ids and back, over the ``tokenizers`` library."""
 
-import json
 import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvec_jax.errors import LoadError
+from kvec_jax.models.json_file import read_object
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -68,7 +68,8 @@ class Tokenizer:
         """
         folder = pathlib.Path(folder)
         tokenizer = cls.from_file(folder / "tokenizer.json")
-        settings = _read_json(folder / "tokenizer_config.json")
+        settings_file = folder / "tokenizer_config.json"
+        settings = read_object(settings_file) if settings_file.is_file() else {}
         own_bos, own_eos = (tokenizer.token_id(_token_text(settings.get(f"{name}_token"))) for name in ("bos", "eos"))
         tokenizer.bos_token_id = bos_token_id if own_bos is None else own_bos
         tokenizer.eos_token_ids = tuple(eos_token_ids) or (() if own_eos is None else (own_eos,))
@@ -199,19 +200,6 @@ class TextStream:
     def _texts(self) -> tuple[str, str]:
         told = self._tokenizer.decode(self._ids[: self._told], self._skip)
         return told, self._tokenizer.decode(self._ids, self._skip)
-
-
-def _read_json(path: pathlib.Path) -> dict:
-    """The object in ``path``; empty when there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise LoadError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise LoadError(f"{path}: expected a JSON object")
-    return content
 
 
 def _token_text(token) -> str | None:
