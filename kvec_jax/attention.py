@@ -72,6 +72,7 @@ def cache_attention(
     *,
     scale: float,
     reach: Array | None = None,
+    more: Partial | None = None,
 ) -> Array:
     """Attention of new tokens over one layer of a compressed cache (its packed rows and its tail) and over one another.
 
@@ -86,6 +87,7 @@ def cache_attention(
         layer: int32 scalar, traced.
         scale: Factor on the logits.
         reach: int32 scalar, traced: how many tokens back a query sees, itself included; ``None`` means all.
+        more: The partial [B, K, G * Q] over what lies beyond pool and tail, if anything does.
 
     Returns:
         [B, N, Q, D] in the queries' dtype.
@@ -98,6 +100,8 @@ def cache_attention(
     partial = attend_segments(grouped, cache, layer, oldest, scale)
     if cache.tail_capacity:
         partial = merge(partial, _attend_tail(grouped, cache, layer, oldest, scale))
+    if more is not None:
+        partial = merge(partial, more)
     out, _ = finish(_attend_new(partial, grouped, keys, values, steps, reach, scale))
     return out.astype(queries.dtype).reshape(B, N, Q, D)
 

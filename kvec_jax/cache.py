@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvec_jax.forms import Beyond
 from kvec_jax.typing import Array
 
 
@@ -18,6 +19,9 @@ class CompressedKV:
     together in position order; segments differ in length, and may be empty. The *tail* holds the tokens added after
     compression, the same number for every layer and head. An uncompressed cache is the same with every row kept.
 
+    Rows of a batch may share a pool, as questions about one text do: then the pool's arrays have fewer rows than the
+    tail's, and each stands for as many neighbouring rows of the batch.
+
     Attributes:
         keys: [B, P, D], the pool's keys, after RoPE at their own positions.
         values: [B, P, D].
@@ -28,6 +32,8 @@ class CompressedKV:
         tail_values: [L, B, K, R, D].
         tail_length: int32 [B], tail rows in use.
         next_position: int32 [B], position of the token that comes next.
+        beyond: What else attention sees of the prompt, in a form of its own (``kvec_jax.forms.Beyond``); ``None`` for
+            policies that choose rows.
         segment_rows: Static. Rows set aside for every segment where all have the same (then segment s of the pool
             starts at row ``s * segment_rows``); 0 where the segments are packed end to end.
     """
@@ -41,10 +47,11 @@ class CompressedKV:
     tail_values: Array
     tail_length: Array
     next_position: Array
+    beyond: Beyond | None = None
     segment_rows: int = dataclasses.field(default=0, metadata={"static": True})
 
     def __repr__(self) -> str:
-        B, L, K = self.counts.shape
+        B, (_, L, K) = self.tail_length.shape[0], self.counts.shape
         rows, size, dtype = self.keys.shape[1], self.keys.shape[2], self.keys.dtype
         return (
             f"CompressedKV(batch={B}, layers={L}, kv_heads={K}, head_dim={size}, pool_rows={rows}, "
@@ -55,6 +62,11 @@ class CompressedKV:
     def num_kv_heads(self) -> int:
         """K."""
         return self.counts.shape[-1]
+
+    @property
+    def pool_share(self) -> int:
+        """How many rows of the batch share one row of the pool; mostly 1."""
+        return self.tail_length.shape[0] // self.counts.shape[0]
 
     @property
     def tail_capacity(self) -> int:
@@ -68,8 +80,13 @@ class CompressedKV:
 
     @property
     def pool_nbytes(self) -> int:
-        """Bytes of the kept keys and values, without tail and indices."""
-        return self.keys.nbytes + self.values.nbytes
+        """Bytes of the kept keys and values on the device, without tail and indices."""
+        return self.keys.nbytes + self.values.nbytes + (self.beyond.device_nbytes if self.beyond else 0)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes that ``beyond`` holds in the memory of the host; part of ``nbytes``."""
+        return self.beyond.host_nbytes if self.beyond else 0
 
     def kept_positions(self, row: int) -> list[list[np.ndarray]]:
         """Prompt positions that one row of the batch keeps.
@@ -83,9 +100,11 @@ class CompressedKV:
         Raises:
             IndexError: If there is no such row.
         """
-        if not 0 <= row < self.counts.shape[0]:
-            raise IndexError(f"row: expected 0 to {self.counts.shape[0] - 1}, got {row}")
-        positions, starts, counts = (np.asarray(x[row]) for x in (self.positions, self.starts, self.counts))
+        B = self.tail_length.shape[0]
+        if not 0 <= row < B:
+            raise IndexError(f"row: expected 0 to {B - 1}, got {row}")
+        owner = row // self.pool_share
+        positions, starts, counts = (np.asarray(x[owner]) for x in (self.positions, self.starts, self.counts))
         return [
             [positions[start : start + count] for start, count in zip(*heads)]
             for heads in zip(starts.tolist(), counts.tolist())

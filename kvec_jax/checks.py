@@ -4,14 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvec_jax.forms import Form
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.policies.base import Policy
 from kvec_jax.typing import Array
 
 
 def check_policy(policy) -> None:
-    """Raises unless ``policy`` is a ``Policy``."""
-    if not isinstance(policy, Policy):
+    """Raises unless ``policy`` is a ``Policy``, or one with a form of its own."""
+    if not isinstance(policy, Policy | Form):
         raise TypeError(f"policy: expected a Policy such as kvec_jax.SnapKV(256), got {policy!r}")
 
 

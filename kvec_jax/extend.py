@@ -67,15 +67,22 @@ def run_extend(
     Q = tokens.shape[1]
     rotation = Rotation(config, cache.next_position[:, None] + jnp.arange(Q))
 
-    def run_layer(hidden, inputs):
+    real = jnp.arange(Q) < lengths[:, None]
+
+    def run_layer(carry, inputs):
+        hidden, beyond = carry
         layer, is_local, block = inputs
         queries, keys, values = block.project(hidden)
         queries, keys = (rotation(x, is_local, layer) for x in (queries, keys))
         reach = layer_reach(config, is_local, config.max_position_embeddings)
-        attended = cache_attention(queries, keys, values, cache, layer, scale=config.scale, reach=reach)
-        return block.finish(hidden, attended), (keys, values)
+        more = None
+        if beyond is not None:
+            more, beyond = beyond.attend(queries, layer, real, config.scale)
+        attended = cache_attention(queries, keys, values, cache, layer, scale=config.scale, reach=reach, more=more)
+        return (block.finish(hidden, attended), beyond), (keys, values)
 
-    hidden, (keys, values) = lax.scan(run_layer, model.embed(tokens), layer_inputs(model))
+    start = model.embed(tokens), cache.beyond
+    (hidden, beyond), (keys, values) = lax.scan(run_layer, start, layer_inputs(model))
     if not all_logits:
         last = jnp.maximum(lengths - 1, 0)
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
@@ -85,6 +92,7 @@ def run_extend(
         tail_values=_append(cache.tail_values, values, cache.tail_length),
         tail_length=cache.tail_length + lengths,
         next_position=cache.next_position + lengths,
+        beyond=beyond,
     )
 
 

@@ -12,6 +12,7 @@ from kvec_jax.arguments import check_count
 from kvec_jax.attention import prompt_attention
 from kvec_jax.cache import CompressedKV
 from kvec_jax.checks import check_policy, check_tokens
+from kvec_jax.forms import Form
 from kvec_jax.keeping import Keeper, keeper
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.models.transformer import Rotation, Transformer
@@ -25,7 +26,7 @@ def prefill(
     model: Transformer,
     tokens: Array,
     lengths: Array,
-    policy: Policy,
+    policy: Policy | Form,
     *,
     reserve: int = 0,
     all_logits: bool = False,
@@ -74,22 +75,28 @@ def run_prefill(
     prepared: Any,
     tokens: Array,
     lengths: Array,
-    policy: Policy,
+    policy: Policy | Form,
     reserve: int,
     all_logits: bool = False,
 ) -> tuple[Array, CompressedKV]:
     """``prefill`` without checks, to be called under ``jit``; ``prepared`` is what ``prepare`` gave."""
+    if isinstance(policy, Form):
+        return policy.read(model, prepared, tokens, lengths, reserve, all_logits)
     keep = keeper(policy, model.config, lengths, tokens.shape[1])
-    hidden, pool = read_layers(model, prepared, tokens, lengths, policy, keep)
+    memory = policy.scorer.init(model.config, *tokens.shape)
+    hidden, pool = read_layers(model, prepared, tokens, lengths, memory, keep)
     if not all_logits:
         hidden = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     return model.unembed(hidden), as_cache(keep.finish(pool), model.config, lengths, reserve)
 
 
 def read_layers(
-    model: Transformer, prepared: Any, tokens: Array, lengths: Array, policy: Policy, keep: Keeper
+    model: Transformer, prepared: Any, tokens: Array, lengths: Array, memory: Any, keep: Keeper
 ) -> tuple[Array, Any]:
-    """The scan over the layers: hidden states [B, T, M] of the last one, and what ``keep`` carries at the end."""
+    """The scan over the layers: hidden states [B, T, M] of the last one, and what ``keep`` carries at the end.
+
+    ``memory`` is what the policy's scorer carries into the first layer.
+    """
     config = model.config
     B, T = tokens.shape
     rotation = Rotation(config, jnp.broadcast_to(jnp.arange(T), (B, T)))
@@ -117,7 +124,7 @@ def read_layers(
         pool, memory = keep.add(pool, layer, is_local, seen, memory)
         return (hidden, pool, memory), None
 
-    start = model.embed(tokens), keep.empty(model.dtype), policy.scorer.init(config, B, T)
+    start = model.embed(tokens), keep.empty(model.dtype), memory
     (hidden, pool, _), _ = lax.scan(read_layer, start, (layer_inputs(model), prepared))
     return hidden, pool
 
