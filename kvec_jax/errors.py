@@ -11,3 +11,7 @@ class UnsupportedError(KvecError, NotImplementedError):
 
 class LoadError(KvecError, ValueError):
     """A model, tokenizer or weight file that can't be found, read or understood."""
+
+
+class StoreError(KvecError, OSError):
+    """Blocks of a cache that can't be written to, or read back from, the tier that holds them."""
