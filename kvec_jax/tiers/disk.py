@@ -131,11 +131,11 @@ class ExtentFile:
 
     def _mapped(self, number: int) -> np.ndarray:
         start, end = number * self.extent_bytes, (number + 1) * self.extent_bytes
-        # A page beyond the file's end would kill the process.
-        self._check_length(number, min(max(os.fstat(self._fd).st_size - start, 0), self.extent_bytes))
+        size = os.fstat(self._fd).st_size  # a page beyond the file's end would kill the process
+        self._check_length(number, min(max(size - start, 0), self.extent_bytes))
         with self._lock:
             if self._map is None or len(self._map) < end:
-                self._map = mmap.mmap(self._fd, self.nbytes, prot=mmap.PROT_READ)  # earlier maps live as long as used
+                self._map = mmap.mmap(self._fd, size, prot=mmap.PROT_READ)  # an earlier map lives as long as it is used
             mapped = self._map
         return np.frombuffer(mapped, np.uint8, self.extent_bytes, start)
 

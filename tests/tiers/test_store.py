@@ -173,7 +173,10 @@ def test_full_disk_is_said_and_leaves_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize("backend", ["mmap", "direct"])
 def test_damaged_extent_is_caught(tmp_path, backend):
     store, _ = filled(tmp_path, backend)
-    os.pwrite(store._disk._fd, b"\xff", 3 * 64 * 1024 + 77)
+    page = disk.aligned(disk.PAGE)
+    os.preadv(store._disk._fd, [page], 3 * 64 * 1024)
+    page[77] ^= 1
+    os.pwritev(store._disk._fd, [page], 3 * 64 * 1024)
     with pytest.raises(StoreError, match=r"extent 3 is damaged .*; needed for layer 0, row 0, head 1, block 30"):
         fetched(store, 0, np.array([[[SHAPE.blocks], [30], [SHAPE.blocks]]]))
     store.close()
@@ -201,7 +204,7 @@ def test_two_stores_in_one_folder(tmp_path):
 def test_unknown_block_is_named(tmp_path):
     store, _ = filled(tmp_path, "direct")
     with pytest.raises(StoreError, match="no such block was stored: layer 1, row 1, head 2, block 39"):
-        fetched(store, 1, np.full((1, 3, 1), 39), row=1)
+        fetched(store, 1, np.array([[[7], [8], [39]]]), row=1)
     store.close()
 
 
