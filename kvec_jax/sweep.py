@@ -27,9 +27,8 @@ def sweep(
 ) -> tuple[Array, tuple[CompressedKV, ...]]:
     """Runs the model over prompts once, and keeps what each of several policies chooses.
 
-    The same as ``prefill`` with each policy, without reading the prompts again. What policies have in common is computed
-    once where XLA sees that it is the same, such as the attention of one window for several budgets. All caches are held
-    at the same time, beside one layer's keys and values.
+    The same as ``prefill`` with each policy, without reading the prompts again. All caches are held at the same time,
+    beside one layer's keys and values.
 
     Args:
         model: The decoder.
