@@ -1,5 +1,7 @@
 """Attention of a few queries over the packed rows of one layer; work and traffic follow the rows really kept."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -20,7 +22,7 @@ def attend_segments(queries: Array, cache: CompressedKV, layer: Array, oldest: A
 
     Args:
         queries: [B, K, M, D]; M counts the queries of a key-value head's group, for all new tokens.
-        cache: Whose pool is attended.
+        cache: Whose pool is attended. Rows of the batch may share a pool, see ``CompressedKV``.
         layer: int32 scalar, traced.
         oldest: int32 [B, M], first position that each query sees; ``None`` means all.
         scale: Factor on the logits.
@@ -30,9 +32,24 @@ def attend_segments(queries: Array, cache: CompressedKV, layer: Array, oldest: A
     """
     if cache.keys.shape[1] == 0:
         return empty(queries.shape[:-1], queries.shape[-1])
+    if cache.pool_share > 1:
+        return _attend_shared(queries, cache, layer, oldest, scale)
     if cache.segment_rows:
         return _attend_equal(queries, cache, layer, oldest, scale)
     return _attend_ragged(queries, cache, layer, oldest, scale)
+
+
+def _attend_shared(queries: Array, cache: CompressedKV, layer: Array, oldest: Array | None, scale: float) -> Partial:
+    """Rows of the batch that share a pool stand side by side, as more queries of one row: the pool is read once."""
+    share = cache.pool_share
+    B, K, M, D = queries.shape
+    queries = queries.reshape(-1, share, K, M, D).swapaxes(1, 2).reshape(-1, K, share * M, D)
+    oldest = None if oldest is None else oldest.reshape(-1, share * M)
+    owner = dataclasses.replace(cache, tail_length=cache.tail_length[::share])
+    partial = attend_segments(queries, owner, layer, oldest, scale)
+    return jax.tree.map(
+        lambda x: x.reshape(-1, K, share, M, *x.shape[3:]).swapaxes(1, 2).reshape(B, K, M, *x.shape[3:]), partial
+    )
 
 
 def _attend_equal(queries: Array, cache: CompressedKV, layer: Array, oldest: Array | None, scale: float) -> Partial:
