@@ -5,19 +5,16 @@ happen inside the functions that need them, so that ``kvec --help`` answers quic
 """
 
 import argparse
-import ast
 import dataclasses
-import inspect
 import os
 import pathlib
-import re
 import sys
 from collections.abc import Sequence
 
 from kvec_jax.errors import KvecError
+from kvec_jax.policies.options import DEFAULT_BUDGET, make_policy, parse_budget, parse_setting
 
 _DEFAULT_MODEL = "smollm2-135m"
-_DEFAULT_BUDGET = 256
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     actions = models.add_subparsers(dest="action", metavar="show MODEL")
     show = actions.add_parser("show", help="layers, heads, and bytes of the cache before and after compression")
     show.add_argument("model", help="a known name, a hub id, a folder of safetensors or a .gguf file")
-    show.add_argument("--budget", type=int, default=_DEFAULT_BUDGET, metavar="N", help="tokens per head (%(default)s)")
+    show.add_argument("--budget", type=int, default=DEFAULT_BUDGET, metavar="N", help="tokens per head (%(default)s)")
     show.set_defaults(run=_show_model)
     return parser
 
@@ -109,7 +106,7 @@ def _add_generate(commands) -> None:
         type=parse_budget,
         metavar="N",
         help=f"what to keep: tokens per head, such as 256, or a share of the prompt, such as 0.25 "
-        f"(default: {_DEFAULT_BUDGET}, for policies that have one)",
+        f"(default: {DEFAULT_BUDGET}, for policies that have one)",
     )
     generate.add_argument(
         "--set",
@@ -173,26 +170,6 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of weights and cache (default: the model's)")
 
 
-def parse_budget(text: str) -> int | float:
-    """The budget that ``text`` stands for: tokens per head, or a share of the prompt.
-
-    >>> parse_budget("256"), parse_budget("0.25")
-    (256, 0.25)
-
-    Raises:
-        argparse.ArgumentTypeError: ``text`` is not a number. The range is the policy's to check.
-    """
-    text = text.strip()
-    if re.fullmatch(r"[+-]?\d+", text):
-        return int(text)
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"expected a number of tokens such as 256 or a share such as 0.25, got {text!r}"
-        ) from None
-
-
 def _demo(arguments: argparse.Namespace) -> None:
     from kvec_jax import demo
 
@@ -245,62 +222,6 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 def _write(piece: str) -> None:
     print(piece, end="", flush=True)
-
-
-def make_policy(
-    name: str,
-    budget: int | float | None = None,
-    settings: Sequence[tuple[str, object]] = (),
-    model: str | None = None,
-):
-    """The policy called ``name``, with ``budget`` where it takes one, and further ``settings`` of its own.
-
-    A policy that needs a calibration gets that of ``model``, unless another is among the settings.
-
-    Raises:
-        ValueError: No policy has that name, or this one doesn't take what it was given, or needs more.
-    """
-    from kvec_jax import policies
-
-    factory = policies.get(name)
-    # A scorer is an object, which a command line can't name.
-    takes = {key: value for key, value in inspect.signature(factory).parameters.items() if key != "scorer"}
-    given = dict(settings)
-    if "budget" in takes:
-        given["budget"] = _DEFAULT_BUDGET if budget is None else budget
-    elif budget is not None:
-        raise ValueError(f"policy {name!r} keeps everything and takes no --budget; name another with --policy")
-    for key in given:
-        if key not in takes:
-            known = ", ".join(key for key in takes if key != "budget") or "none"
-            raise ValueError(f"policy {name!r} has no setting {key!r}; it has: {known}")
-    if "calibration" in takes and model is not None:
-        given.setdefault("calibration", model)
-    for key, parameter in takes.items():
-        if key not in given and parameter.default is inspect.Parameter.empty:
-            raise ValueError(f"policy {name!r} needs --set {key}=...")
-    try:
-        return factory(**given)
-    except TypeError as error:  # a value of the wrong type; the message names it
-        raise ValueError(str(error)) from error
-
-
-def parse_setting(text: str) -> tuple[str, object]:
-    """Key and value of ``key=value``, the value read as Python where it is a number or the like.
-
-    >>> parse_setting("window=16"), parse_setting("pooling=avg")
-    (('window', 16), ('pooling', 'avg'))
-
-    Raises:
-        argparse.ArgumentTypeError: There is no ``=``.
-    """
-    key, equals, value = text.partition("=")
-    if not equals or not key.isidentifier():
-        raise argparse.ArgumentTypeError(f"expected KEY=VALUE such as window=16, got {text!r}")
-    try:
-        return key, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return key, value
 
 
 def _sampler(arguments: argparse.Namespace):

@@ -2,7 +2,7 @@
 
 import random
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvec_jax.calibrate.needles import Needle
 from kvec_jax.models.tokenizer import Tokenizer
@@ -19,6 +19,7 @@ class Haystack:
     """
 
     def __init__(self, tokenizer: Tokenizer, text: str):
+        self.text = text
         self._tokenizer = tokenizer
         self._pieces = list(_pieces(text))
         self._sizes = [len(tokenizer.encode(piece + "\n\n")) for piece in self._pieces]
@@ -45,22 +46,54 @@ class Haystack:
         Raises:
             ValueError: If the length is too short for the requests.
         """
-        pieces = self._take(length, rng)
+        pieces = self.take(length, rng)
         depths = [(i + rng.random()) / len(needles) for i in range(len(needles))]
+
+        def texts(text):
+            return [render(self._tokenizer, text, request) for request in requests]
+
+        def size(text):
+            return max(len(encode(self._tokenizer, whole)) for whole in texts(text))
+
+        text = self.hide([needle.sentence for needle in needles], depths, pieces, length, size)
+        rendered = texts(text)
+        prompts = [encode(self._tokenizer, whole) for whole in rendered]
+        return prompts, [self._span(rendered[0], prompts[0], needle) for needle in needles]
+
+    def hide(
+        self,
+        sentences: Sequence[str],
+        depths: Sequence[float],
+        pieces: Sequence[str],
+        length: int,
+        size: Callable[[str], int],
+    ) -> str:
+        """A text as long as possible, with sentences hidden in it.
+
+        Args:
+            sentences: In the order in which they stand in the text.
+            depths: Where each stands, from 0 (at the beginning) to 1 (at the end), not falling.
+            pieces: What ``take`` gave; the text is made of the first of them, as many as fit.
+            length: Most tokens.
+            size: How many tokens there are with a text.
+
+        Raises:
+            ValueError: If not even one piece fits.
+        """
+        pieces = list(pieces)
         while pieces:
             parts = list(pieces)
-            for needle, depth in reversed(list(zip(needles, depths, strict=True))):
-                parts.insert(round(depth * len(pieces)), needle.sentence)
-            texts = [self._render("\n\n".join(parts), request) for request in requests]
-            prompts = [self._encode(text) for text in texts]
-            excess = max(map(len, prompts)) - length
+            for sentence, depth in reversed(list(zip(sentences, depths, strict=True))):
+                parts.insert(round(depth * len(pieces)), sentence)
+            text = "\n\n".join(parts)
+            excess = size(text) - length
             if excess <= 0:
-                return prompts, [self._span(texts[0], prompts[0], needle) for needle in needles]
+                return text
             while pieces and excess > 0:
                 excess -= self._sizes[self._pieces.index(pieces.pop())]
         raise ValueError(f"lengths: {length} tokens are too few for a question about a text")
 
-    def _take(self, room: int, rng: random.Random) -> list[str]:
+    def take(self, room: int, rng: random.Random) -> list[str]:
         """Pieces from a random place on that together have ``room`` tokens; after the last comes the first."""
         at = rng.randrange(len(self._pieces))
         taken = []
@@ -70,22 +103,25 @@ class Haystack:
             at = (at + 1) % len(self._pieces)
         return taken
 
-    def _render(self, text: str, request: str) -> str:
-        if self._tokenizer.chat_template is None:
-            return f"{text}\n\nQuestion: {request}\nAnswer:"
-        return self._tokenizer.render_chat([{"role": "user", "content": f"{text}\n\n{request}"}])
-
-    def _encode(self, text: str) -> list[int]:
-        # A chat template writes the tokens that begin a text itself.
-        return self._tokenizer.encode(text, add_special_tokens=self._tokenizer.chat_template is None)
-
     def _span(self, text: str, tokens: Sequence[int], needle: Needle) -> tuple[int, int]:
         """The tokens of the answer, found by encoding the text up to it and up to its end."""
         start = text.index(needle.sentence) + needle.sentence.index(needle.answer)
         before = text[:start].rstrip()  # most tokenizers put a space into the token after it
         up_to_end = text[: start + len(needle.answer)]
-        first, last = (common([self._encode(part), tokens]) for part in (before, up_to_end))
+        first, last = (common([encode(self._tokenizer, part), tokens]) for part in (before, up_to_end))
         return first, last
+
+
+def render(tokenizer: Tokenizer, text: str, request: str) -> str:
+    """A prompt with a request about a text, through the chat template if the model has one."""
+    if tokenizer.chat_template is None:
+        return f"{text}\n\nQuestion: {request}\nAnswer:"
+    return tokenizer.render_chat([{"role": "user", "content": f"{text}\n\n{request}"}])
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Tokens of a rendered prompt; a chat template writes the tokens that begin a text itself."""
+    return tokenizer.encode(text, add_special_tokens=tokenizer.chat_template is None)
 
 
 def _pieces(text: str):

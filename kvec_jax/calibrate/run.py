@@ -15,10 +15,10 @@ from kvec_jax.calibrate.haystack import Haystack
 from kvec_jax.calibrate.heads import answer_scores, rank_heads
 from kvec_jax.calibrate.layers import eviction_errors, layer_weights
 from kvec_jax.calibrate.needles import make_needle, recall
-from kvec_jax.calibrate.records import Records
 from kvec_jax.calibrate.settings import Settings, Text
 from kvec_jax.policies import Policy
 from kvec_jax.policies.compresskv import RetrievalHeads
+from kvec_jax.records import Records
 from kvec_jax.session import LanguageModel
 
 _NEEDLES = 4  # in one text, each asked for by itself

@@ -9,9 +9,9 @@ import kvec_jax as kv
 from kvec_jax import cli
 from kvec_jax.calibrate import run
 from kvec_jax.calibrate.file import load_calibration
-from kvec_jax.calibrate.records import Records
 from kvec_jax.calibrate.run import calibrate
 from kvec_jax.calibrate.settings import Settings, Text
+from kvec_jax.records import Records
 from tests.calibrate.tiny import language_model, text
 
 SETTINGS = Settings(episodes=6, lengths=(900,), layer_texts=2)

@@ -32,6 +32,9 @@ class Records:
         # A line that was cut off when the procedure was killed is dropped before the next is appended.
         write_whole(self.path, "".join(json.dumps(line) + "\n" for line in lines or [header]))
 
+    def __iter__(self):
+        return iter(self._results)
+
     def __contains__(self, name: str) -> bool:
         return name in self._results
 
@@ -39,15 +42,40 @@ class Records:
         return self._results[name]
 
     def add(self, name: str, result: Any) -> None:
-        """Keeps a result, plain values, and writes it."""
+        """Keeps a result, plain values, in place of one of that name, and writes it: all of it or nothing."""
         line = json.dumps([name, result])
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        with open(self.path, "ab", buffering=0) as file:
+            end = file.tell()
+            try:
+                _write(file, f"{line}\n".encode())
+            except BaseException:
+                file.truncate(end)
+                raise
         self._results[name] = json.loads(line)[1]
 
     def remove(self) -> None:
         """Deletes the file."""
         self.path.unlink()
+
+
+def read_records(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Header and results of a file, which stays as it is.
+
+    Raises:
+        ValueError: If the file holds something else.
+        OSError: If it can't be read.
+    """
+    path = pathlib.Path(path)
+    header, *results = _read_lines(path) or [None]
+    if not isinstance(header, dict):
+        raise ValueError(f"{path}: expected results, which begin with what they depend on")
+    return header, dict(results)
+
+
+def _write(file, data: bytes) -> None:
+    while data:
+        data = data[file.write(data) :]
+    os.fsync(file.fileno())
 
 
 def _read_lines(path: pathlib.Path) -> list:
@@ -56,4 +84,4 @@ def _read_lines(path: pathlib.Path) -> list:
     try:
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     except ValueError as error:
-        raise ValueError(f"{path}: not what a calibration left behind ({error}); delete it") from None
+        raise ValueError(f"{path}: not results, one line each ({error}); delete it") from None
