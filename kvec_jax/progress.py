@@ -14,6 +14,7 @@ class Bar:
             progress.BarColumn(),
             progress.MofNCompleteColumn(),
             progress.TimeElapsedColumn(),
+            progress.TextColumn("{task.fields[note]}"),
         )
         self._console = console
         self._bars = progress.Progress(*columns, console=console, disable=not console.is_terminal)
@@ -27,12 +28,12 @@ class Bar:
     def __exit__(self, *_):
         self._bars.stop()
 
-    def __call__(self, step: str, done: int, total: int) -> None:
-        """Shows how much of a step is done."""
+    def __call__(self, step: str, done: int, total: int, note: str = "") -> None:
+        """Shows how much of a step is done, and what there is to note about it by now."""
         if step not in self._tasks:
-            self._tasks[step] = self._bars.add_task(step, total=total)
-        self._bars.update(self._tasks[step], completed=done)
+            self._tasks[step] = self._bars.add_task(step, total=total, note="")
+        self._bars.update(self._tasks[step], completed=done, note=note)
         now = time.monotonic()
         if not self._console.is_terminal and (done == total or now - self._told > 30):
             self._told = now
-            self._console.print(f"{step} {done} of {total}, {now - self._began:.0f} s")
+            self._console.print(f"{step} {done} of {total}, {now - self._began:.0f} s{note and f'; {note}'}")

@@ -1,0 +1,145 @@
+"""``kvec spans`` and ``kvec train-zoom``: their options, and what they print."""
+
+import argparse
+import pathlib
+
+_MODEL = "smollm2-135m"
+
+
+def add_spans(commands) -> None:
+    """Adds ``kvec spans``."""
+    parser = commands.add_parser(
+        "spans",
+        help="show the spans that SeKV cuts a text into",
+        description="Prints a text with its spans: on a terminal in two greys, anchors on yellow, sinks and window on "
+        "green; otherwise with a bar where a span begins, [exact tokens] and [[anchors]].",
+    )
+    parser.add_argument("file", metavar="FILE", help="the text, in UTF-8")
+    _add_model(parser)
+    parser.add_argument("--tokens", type=int, metavar="N", help="only the first N (default: the model's context)")
+    parser.add_argument("--share", type=float, default=0.1, metavar="S", help="of the cache's bytes (%(default)s)")
+    parser.add_argument("--alpha", type=float, default=1.0, metavar="A", help="a token cuts that is A standard "
+        "deviations more surprising than the mean (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--min-span", type=int, default=16, metavar="N", help="fewest tokens (default: %(default)s; "
+        "more where the share asks for it)")  # fmt: skip
+    parser.add_argument("--max-span", type=int, metavar="N", help="most tokens (default: twice the fewest)")
+    parser.add_argument("--all-anchors", action="store_true", help="the paper's rule: every token that cuts is kept "
+        "as an anchor, however many bytes that takes")  # fmt: skip
+    parser.add_argument("--picture", metavar="FILE", help="also draw the surprisal and the spans (needs matplotlib)")
+    parser.set_defaults(run=_spans)
+
+
+def add_train_zoom(commands) -> None:
+    """Adds ``kvec train-zoom``."""
+    parser = commands.add_parser(
+        "train-zoom",
+        help="train the head by which the policy sekv chooses spans",
+        description="Trains a zoom-in head beside a frozen model, on windows of text. When it is interrupted, the same "
+        "command goes on. The last tenth of each text is held out.",
+    )
+    _add_model(parser)
+    parser.add_argument("--text", nargs="+", required=True, metavar="FILE", help="what to train on, in UTF-8")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder of head, checkpoints and metrics")
+    parser.add_argument("--share", type=float, metavar="S", help="of the cache's bytes on the device (default: 0.1)")
+    settings = {
+        "steps": (int, "N", "of the optimiser (default: 300)"),
+        "lengths": (_numbers, "LIST", "of the windows, each for an equal part of the steps (default: 512,768,1024)"),
+        "queries": (int, "N", "last tokens of each window, which are predicted (default: 128)"),
+        "batch": (int, "N", "windows of a step (default: 1)"),
+        "learning_rate": (float, "R", "at its highest (default: 0.001)"),
+        "every": (int, "N", "steps between validations and checkpoints (default: 50)"),
+        "validation": (int, "N", "held-out windows (default: 8)"),
+        "seed": (int, "N", "of weights and windows (default: 0)"),
+    }
+    for name, (kind, metavar, help) in settings.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=help)
+    parser.set_defaults(run=_train, settings=list(settings))
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=_MODEL, metavar="MODEL",
+        help="a known name, a hub id, a folder of safetensors or a .gguf file (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of weights and cache (default: the model's)")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers such as 512,1024, got {text!r}") from None
+
+
+def _spans(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    import kvec_jax as kv
+    from kvec_jax.sekv.show import find_spans
+
+    # What can be wrong is looked at before the model is loaded.
+    policy = kv.SeKV(arguments.share, alpha=arguments.alpha, min_span=arguments.min_span, max_span=arguments.max_span)
+    text = _read(arguments.file)
+    lm = kv.load(arguments.model, dtype=arguments.dtype)
+    wanted = arguments.tokens or lm.config.max_position_embeddings
+    ids = lm.encode(text)
+    if len(ids) > wanted:
+        text = lm.tokenizer.decode(ids[:wanted])
+    found = find_spans(lm, text, policy, cap_anchors=not arguments.all_anchors)
+    console = Console(highlight=False)
+    if console.is_terminal:
+        console.print(found.colored())
+    else:
+        print(found.marked())
+    Console(stderr=True, highlight=False).print(found.summary())
+    if arguments.picture:
+        found.draw().figure.savefig(arguments.picture)
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    import jax
+    from rich.console import Console
+
+    import kvec_jax as kv
+    from kvec_jax.calibrate.file import known_name
+    from kvec_jax.progress import Bar
+    from kvec_jax.sekv.training import HEAD_FILE, Training, train
+    from kvec_jax.sekv.windows import Windows
+
+    given = {name: getattr(arguments, name) for name in arguments.settings}
+    given = {name: value for name, value in given.items() if value is not None}
+    if arguments.share is not None:
+        given["policy"] = kv.SeKV(arguments.share)
+    training = Training(**given)
+    texts = [_read(path) for path in arguments.text]
+    console = Console(stderr=True, highlight=False)
+    console.print(f"Loading {arguments.model}", markup=False)
+    lm = kv.load(arguments.model, dtype=arguments.dtype)
+    windows = Windows([lm.encode(text) for text in texts], [pathlib.Path(path).name for path in arguments.text])
+    devices = jax.devices()
+    mesh = jax.make_mesh((len(devices),), ("data",)) if len(devices) > 1 else None
+    told = {"model": known_name(arguments.model) or lm.name, "devices": [device.device_kind for device in devices]}
+    try:
+        with Bar(console) as bar:
+            _, about = train(
+                lm.model, windows, arguments.out, training, mesh=mesh, provenance=told,
+                progress=lambda step, metrics: bar("training", step, training.steps, _words(metrics)),
+            )  # fmt: skip
+    except KeyboardInterrupt:
+        console.print(f"Interrupted. The same command goes on from {arguments.out}.", markup=False)
+        raise
+    console.print(
+        f"{pathlib.Path(arguments.out) / HEAD_FILE}: KL on held-out text {about['validation_kl']:.4f} after "
+        f"{about['steps']} steps, {about['untrained_validation_kl']:.4f} untrained; {about['parameters']:,} numbers, "
+        f"{about['share_of_model']:.2%} of the model",
+        markup=False,
+    )
+
+
+def _words(metrics: dict[str, float]) -> str:
+    return f"KL {metrics['kl']:.3f}, zoom {metrics['zoom']:.2f}, loss {metrics['total']:.2f}"
+
+
+def _read(path: str) -> str:
+    try:
+        return pathlib.Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: expected text in UTF-8") from None

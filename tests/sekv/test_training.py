@@ -1,0 +1,211 @@
+"""Training: the student is SeKV, every trained number gets a right gradient, and an interruption leaves no trace."""
+
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvec_jax as kv
+from kvec_jax.sekv import training as module
+from kvec_jax.sekv.head import HeadConfig, ZoomHead, load_head, values_of, with_values
+from kvec_jax.sekv.lesson import make_lesson
+from kvec_jax.sekv.losses import Weights, divergence, losses
+from kvec_jax.sekv.policy import SeKV
+from kvec_jax.sekv.student import answer
+from kvec_jax.sekv.training import HEAD_FILE, Training, train
+from kvec_jax.sekv.windows import Windows
+from kvec_jax.testing import tiny_model
+
+CHANGES = dict(num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
+POLICY = SeKV(0.4, min_span=8, max_span=16)
+TOKENS = np.random.default_rng(0).integers(1, 63, size=(2, 136)).astype(np.int32)
+QUERIES = 8
+
+
+@functools.cache
+def setting():
+    model = tiny_model(**CHANGES)
+    head = ZoomHead(HeadConfig.of(model.config, typical_span=8, hidden=8), rngs=nnx.Rngs(3))
+    return model, head, make_lesson(model, jnp.asarray(TOKENS), QUERIES, POLICY)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_student_is_the_policy(trained):
+    model, head, lesson = setting()
+    head = head if trained else None
+    got, notes = answer(model, head, lesson)
+    policy = dataclasses.replace(POLICY, head=head)
+    T = TOKENS.shape[1] - QUERIES
+    _, cache = kv.prefill(model, TOKENS[:, :T], [T, T], policy, reserve=QUERIES)
+    want, after = kv.extend(model, cache, TOKENS[:, T:], all_logits=True)
+    np.testing.assert_allclose(got, want, atol=1e-4)
+    assert np.all(np.asarray(after.beyond.fetched) > 0)  # some spans are open
+    assert np.isfinite(notes.zoom)
+
+
+def test_the_teacher_is_full_attention():
+    model, _, lesson = setting()
+    want, _ = kv.prefill(model, TOKENS, [136, 136], kv.FullCache(), all_logits=True)
+    np.testing.assert_allclose(lesson.teacher, want[:, -QUERIES:], atol=1e-4)
+    assert float(divergence(lesson.teacher, lesson.teacher)) == 0
+
+
+def test_every_trained_number_gets_the_gradient_of_finite_differences():
+    """Decisions have no slope: what goes past them is checked with all spans closed, and with all open."""
+    model, head, lesson = setting()
+    weights = Weights(budget=0.5)
+    for threshold in (-50.0, 50.0):
+        values = values_of(head) | {"threshold": jnp.full_like(head.threshold[...], threshold)}
+
+        @jax.jit
+        def total(values):
+            return losses(model, with_values(head, values), lesson, jnp.float32(1), weights).total
+
+        gradient = jax.jit(jax.grad(total))(values)
+        rng = np.random.default_rng(1)
+        for name in values:
+            direction = jnp.asarray(rng.normal(size=values[name].shape).astype(np.float32))
+            direction /= jnp.linalg.norm(direction)
+            step = 3e-2
+            ahead, behind = (float(total(values | {name: values[name] + s * direction})) for s in (step, -step))
+            np.testing.assert_allclose(
+                float(jnp.sum(gradient[name] * direction)), (ahead - behind) / (2 * step), rtol=0.05, atol=2e-4
+            )
+
+
+def test_all_values_receive_a_gradient_and_the_model_none():
+    model, head, lesson = setting()
+
+    def total(values, model):
+        return losses(model, with_values(head, values), lesson, jnp.float32(1), Weights()).total
+
+    gradient = jax.grad(total)(values_of(head), model)
+    for name, value in gradient.items():
+        share = np.mean(np.asarray(value) != 0)
+        assert share > (0.2 if name.startswith("gate") else 0.99), name
+
+
+def test_a_decision_has_slopes_on_both_sides():
+    """Closed spans whose reading would help are drawn open, and open ones drawn closed."""
+    model, head, lesson = setting()
+
+    def kl(values):
+        return losses(model, with_values(head, values), lesson, jnp.float32(0), Weights(zoom=0, recon=0)).kl
+
+    for threshold in (0.0, 3.0):
+        values = values_of(head) | {"threshold": jnp.full_like(head.threshold[...], threshold)}
+        assert np.all(np.asarray(jax.grad(kl)(values)["threshold"]) != 0)
+
+
+def windows():
+    text = np.random.default_rng(5).integers(1, 63, size=4000)
+    return Windows([text, text[::-1]], ["one", "two"])
+
+
+TRAINING = Training(
+    steps=6, lengths=(136, 144), queries=QUERIES, policy=POLICY, every=2, validation=2, learning_rate=3e-3
+)
+
+
+def metrics(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()[1:]]
+    return dict(lines)
+
+
+def test_an_interrupted_training_goes_on_exactly(tmp_path):
+    model = tiny_model(**CHANGES)
+    _, about = train(model, windows(), tmp_path / "whole", TRAINING)
+
+    def stop(step, _):
+        if step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(model, windows(), tmp_path / "cut", TRAINING, progress=stop)
+    assert not (tmp_path / "cut" / HEAD_FILE).exists()
+    head, again = train(model, windows(), tmp_path / "cut", TRAINING)
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+    assert again["validation_kl"] == about["validation_kl"]
+    assert again["steps"] == about["steps"]
+    loaded, told = load_head(tmp_path / "cut" / HEAD_FILE)
+    assert told["validation_kl"] == again["validation_kl"]
+    for mine, theirs in zip(values_of(head).values(), values_of(loaded).values(), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-3)
+    kept = sorted(int(p.name) for p in (tmp_path / "cut" / "checkpoints").iterdir() if p.name.isdigit())
+    assert kept == sorted({again["steps"], 6})
+    with pytest.raises(ValueError, match="metrics.jsonl: begun with other settings"):
+        train(model, windows(), tmp_path / "cut", dataclasses.replace(TRAINING, seed=1))
+
+
+def test_training_lowers_the_loss(tmp_path):
+    model = tiny_model(**CHANGES)
+    settings = dataclasses.replace(TRAINING, steps=30, every=30, lengths=(136,), learning_rate=1e-2)
+    train(model, windows(), tmp_path, settings)
+    found = metrics(tmp_path)
+    zoom = [found[f"step {i}"]["zoom"] for i in range(1, 31)]
+    assert np.mean(zoom[-5:]) < np.mean(zoom[:5])
+
+
+def test_windows_keep_what_is_held_out_apart():
+    text = np.arange(1000)
+    made = Windows([text], ["counting"])
+    assert made.held_out(3, 50)[:, 0].tolist() == [900, 925, 950]
+    rows = np.concatenate([made.batch(0, step, 4, 100) for step in range(50)])
+    assert rows.max() < 900 and np.all(np.diff(rows, axis=1) == 1)
+    np.testing.assert_array_equal(made.batch(0, 7, 4, 100), made.batch(0, 7, 4, 100))
+    assert not np.array_equal(made.batch(0, 7, 4, 100), made.batch(0, 8, 4, 100))
+    with pytest.raises(ValueError, match="at least 901 tokens, without its last tenth; the longest has 900"):
+        made.batch(0, 0, 1, 901)
+    with pytest.raises(ValueError, match="expected 101 tokens in the last tenth, which is held out, got 100"):
+        made.held_out(1, 101)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(steps=0), "steps: expected an integer, 1 or more"),
+        (dict(queries=600), "queries: expected at most 512, got 600"),
+        (dict(lengths=()), "lengths: expected at least one"),
+        (dict(lengths=(100,)), "lengths: expected an integer, 192 or more, got 100"),
+    ],
+)
+def test_settings_of_a_training_that_cannot_be(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Training(**settings)
+
+
+_TWO_DEVICES = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+import dataclasses, json, sys
+import jax
+from kvec_jax.sekv.training import train
+from kvec_jax.testing import tiny_model
+from tests.sekv import test_training as here
+settings = dataclasses.replace(here.TRAINING, batch=2, steps=2, lengths=(136,))
+mesh = jax.make_mesh((2,), ("data",))
+for name, devices in (("one", None), ("two", mesh)):
+    train(tiny_model(**here.CHANGES), here.windows(), f"{sys.argv[1]}/{name}", settings, mesh=devices)
+"""
+
+
+@pytest.mark.slow
+def test_devices_share_a_batch(tmp_path):
+    subprocess.run([sys.executable, "-c", _TWO_DEVICES, tmp_path], check=True)
+    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    for name in one:
+        np.testing.assert_allclose(list(one[name].values()), list(two[name].values()), rtol=1e-3)
+
+
+def test_a_batch_must_be_shareable():
+    mesh = jax.make_mesh((1,), ("data",))
+    assert module._placement(mesh, 3)(TOKENS).shape == TOKENS.shape
+    with pytest.raises(ValueError, match="batch: expected a multiple of 2, the devices that share it, got 3"):
+        module._placement(type("Mesh", (), {"axis_names": ("data",), "shape": {"data": 2}}), 3)
