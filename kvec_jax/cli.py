@@ -1,4 +1,4 @@
-"""The command line ``kvec``: ``demo``, ``generate``, ``calibrate`` and ``models``.
+"""The command line ``kvec``: ``demo``, ``generate``, ``calibrate``, ``eval``, ``report`` and ``models``.
 
 Whatever the user can put right (a path, a name, a number) ends as one line on stderr and exit status 2. Heavy imports
 happen inside the functions that need them, so that ``kvec --help`` answers quickly.
@@ -45,6 +45,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     from kvec_jax import __version__
+    from kvec_jax.evals import command as evals
 
     parser = _Parser(prog="kvec", description="Key-value cache compression for long-context language models.")
     parser.add_argument("--version", action="version", version=f"kvec_jax {__version__}")
@@ -52,6 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_generate(commands)
     _add_calibrate(commands)
+    evals.add_eval(commands)
+    evals.add_report(commands)
     models = commands.add_parser("models", help="list the models known by name, or show one")
     models.set_defaults(run=_models)
     actions = models.add_subparsers(dest="action", metavar="show MODEL")
