@@ -2,6 +2,8 @@
 
 from kvec_jax.cache import CompressedKV as CompressedKV
 from kvec_jax.cache import coverage as coverage
+from kvec_jax.context_file import load_context as load_context
+from kvec_jax.contexts import Context as Context
 from kvec_jax.errors import KvecError as KvecError
 from kvec_jax.errors import LoadError as LoadError
 from kvec_jax.errors import UnsupportedError as UnsupportedError

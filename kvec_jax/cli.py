@@ -7,14 +7,21 @@ happen inside the functions that need them, so that ``kvec --help`` answers quic
 import argparse
 import dataclasses
 import os
-import pathlib
 import sys
 from collections.abc import Sequence
 
+from kvec_jax.command_options import (
+    add_answer_arguments,
+    add_model_arguments,
+    add_policy_arguments,
+    policy_of,
+    read_text,
+    sampler_of,
+    summary,
+    write,
+)
 from kvec_jax.errors import KvecError
-from kvec_jax.policies.options import DEFAULT_BUDGET, make_policy, parse_budget, parse_setting
-
-_DEFAULT_MODEL = "smollm2-135m"
+from kvec_jax.policies.options import DEFAULT_BUDGET, parse_budget
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +51,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    from kvec_jax import __version__
+    from kvec_jax import __version__, context_commands
     from kvec_jax.evals import command as evals
 
     parser = _Parser(prog="kvec", description="Key-value cache compression for long-context language models.")
@@ -52,6 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_generate(commands)
+    context_commands.add_compress(commands)
+    context_commands.add_ask(commands)
     _add_calibrate(commands)
     evals.add_eval(commands)
     evals.add_report(commands)
@@ -72,7 +81,7 @@ def _add_demo(commands) -> None:
         description="Hides a fact at several depths of a long text and asks for it, with the full cache and with "
         "compressed ones. The question is part of the prompt when the cache is compressed.",
     )
-    _add_model_arguments(demo)
+    add_model_arguments(demo)
     demo.add_argument("--tokens", type=int, default=2000, metavar="N", help="length of the text (default: %(default)s)")
     demo.add_argument("--depths", type=int, default=4, metavar="N", help="places to hide at (default: %(default)s)")
     demo.add_argument(
@@ -99,37 +108,13 @@ def _add_generate(commands) -> None:
     )
     generate.add_argument("prompt", help="what to ask; '-' reads it from standard input")
     generate.add_argument("--file", metavar="PATH", help="a long text that is put before the prompt")
-    _add_model_arguments(generate)
+    add_model_arguments(generate)
     generate.add_argument("--raw", action="store_true", help="give the prompt as it is, without the chat template")
     generate.add_argument(
         "--policy", default="full", metavar="NAME", help="such as streaming or snapkv (default: full)"
     )
-    generate.add_argument(
-        "--budget",
-        type=parse_budget,
-        metavar="N",
-        help=f"what to keep: tokens per head, such as 256, or a share of the prompt, such as 0.25 "
-        f"(default: {DEFAULT_BUDGET}, for policies that have one)",
-    )
-    generate.add_argument(
-        "--set",
-        type=parse_setting,
-        action="append",
-        default=[],
-        dest="settings",
-        metavar="KEY=VALUE",
-        help="a further setting of the policy, such as window=16; may be repeated",
-    )
-    generate.add_argument(
-        "--calibration", metavar="FILE", help="of kvec calibrate, for compresskv (default: the one shipped for MODEL)"
-    )
-    generate.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="(default: %(default)s)")
-    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default: most likely")
-    generate.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
-    generate.add_argument("--top-p", type=float, metavar="P", help="sample from the most likely, together P")
-    generate.add_argument("--min-p", type=float, metavar="P", help="sample from those at least P times the best")
-    generate.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (default: %(default)s)")
-    generate.add_argument("--stream", action="store_true", help="write the text as it comes")
+    add_policy_arguments(generate)
+    add_answer_arguments(generate)
     generate.set_defaults(run=_generate)
 
 
@@ -163,16 +148,6 @@ def _numbers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"expected numbers such as 256,512, got {text!r}") from None
 
 
-def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        default=_DEFAULT_MODEL,
-        metavar="MODEL",
-        help="a known name, a hub id, a folder of safetensors or a .gguf file (default: %(default)s)",
-    )
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of weights and cache (default: the model's)")
-
-
 def _demo(arguments: argparse.Namespace) -> None:
     from kvec_jax import demo
 
@@ -199,11 +174,8 @@ def _calibrate(arguments: argparse.Namespace) -> None:
 
 def _generate(arguments: argparse.Namespace) -> None:
     # What can be wrong is looked at before the model is loaded.
-    settings = arguments.settings
-    if arguments.calibration is not None:
-        settings = [*settings, ("calibration", arguments.calibration)]
-    policy = make_policy(arguments.policy, arguments.budget, settings, model=arguments.model)
-    sampler = _sampler(arguments)
+    policy = policy_of(arguments)
+    sampler = sampler_of(arguments)
     prompt = _prompt(arguments)
 
     import jax
@@ -217,49 +189,15 @@ def _generate(arguments: argparse.Namespace) -> None:
         max_new_tokens=arguments.max_new_tokens,
         sampler=sampler,
         key=jax.random.key(arguments.seed),
-        stream=_write if arguments.stream else None,
+        stream=write if arguments.stream else None,
     )
     print("" if arguments.stream else output.text, flush=True)
-    print(_summary(output.stats), file=sys.stderr)
-
-
-def _write(piece: str) -> None:
-    print(piece, end="", flush=True)
-
-
-def _sampler(arguments: argparse.Namespace):
-    import kvec_jax as kv
-
-    limits = {name: getattr(arguments, name) for name in ("top_k", "top_p", "min_p")}
-    limits = {name: value for name, value in limits.items() if value is not None}
-    if arguments.temperature:
-        return kv.Sample(temperature=arguments.temperature, **limits)
-    if limits:
-        flag = "--" + next(iter(limits)).replace("_", "-")
-        raise ValueError(f"{flag} needs a --temperature above 0")
-    return kv.Greedy()
+    print(summary(output.stats), file=sys.stderr)
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
     question = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    if arguments.file is None:
-        return question
-    try:
-        text = pathlib.Path(arguments.file).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"{arguments.file}: expected text in UTF-8") from None
-    return f"{text.rstrip()}\n\n{question}"
-
-
-def _summary(stats) -> str:
-    share = stats.cache_bytes / stats.full_cache_bytes
-    compiled = f" (compiled in {stats.compile_seconds:.1f} s)" if stats.compile_seconds >= 0.1 else ""
-    return (
-        f"{stats.prompt_tokens:,} tokens read in {stats.prefill_seconds:.1f} s{compiled}, "
-        f"{stats.new_tokens:,} written at {stats.tokens_per_second:.1f} a second; "
-        f"cache {stats.cache_bytes / 1e6:,.1f} MB, {share:.1%} of the full cache's "
-        f"{stats.full_cache_bytes / 1e6:,.1f} MB"
-    )
+    return question if arguments.file is None else f"{read_text(arguments.file).rstrip()}\n\n{question}"
 
 
 def _models(arguments: argparse.Namespace) -> None:

@@ -10,11 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvec_jax import contexts
 from kvec_jax.arguments import check_count
 from kvec_jax.cache import CompressedKV
 from kvec_jax.checks import check_policy
+from kvec_jax.contexts import Context
 from kvec_jax.decoding import advance, begin
 from kvec_jax.generate import check_key, end_tokens
+from kvec_jax.identity import ModelIdentity, identity_of
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.models.transformer import Transformer
 from kvec_jax.policies import FullCache, Policy
@@ -43,6 +46,11 @@ class LanguageModel:
     def config(self) -> ModelConfig:
         """Shape and features of the model."""
         return self.model.config
+
+    @functools.cached_property
+    def identity(self) -> ModelIdentity:
+        """What tells this model from others, so that a ``Context`` is not used with another."""
+        return identity_of(self.model, self.name)
 
     def encode(self, prompt: str | Sequence[dict]) -> list[int]:
         """Token ids of a prompt: a string as it is, or chat messages through the model's chat template.
@@ -109,6 +117,76 @@ class LanguageModel:
         )
         outputs = run.outputs(self.tokenizer, state, ends, self._costs(state.cache, lengths, tokens.shape[1]))
         return outputs[0] if single else outputs
+
+    def compress(self, document: str | Sequence[dict], policy: Policy, *, chat: bool | None = None) -> Context:
+        """Reads a document once, and keeps what the policy chooses of its cache, to be asked about later.
+
+        The questions are not known yet: policies that choose by the end of the prompt see that of the document.
+
+        Args:
+            document: A string, or chat messages of which the last is the user's and is the document (a system prompt
+                may come first).
+            policy: What to keep.
+            chat: Whether the document begins a user's turn of a chat, which the question ends; ``None`` means that it
+                does where the model has a chat template.
+
+        Returns:
+            The context, for ``ask``, ``extend`` and ``Context.save``.
+
+        Raises:
+            TypeError, ValueError: For arguments that can't be, such as a document beyond the model's context.
+        """
+        return contexts.compress(self, document, policy, chat)
+
+    def extend(self, context: Context, turn: str | Sequence[dict]) -> Context:
+        """Adds to a context: more of the document, or questions with their answers. What is added is kept whole.
+
+        Args:
+            context: Of this model; it stays as it is.
+            turn: A string, which is read as more of the document; or messages of user and assistant in turn, such as a
+                question that was asked and its answer. Questions that come next are asked after it.
+
+        Returns:
+            A new context, which shares the memory of what was kept with the old one.
+
+        Raises:
+            TypeError, ValueError: For a turn that can't be, or a context of another model.
+        """
+        return contexts.extend_context(self, context, turn)
+
+    def ask(
+        self,
+        context: Context,
+        question: str | Sequence[str],
+        *,
+        max_new_tokens: int = 64,
+        sampler: Sampler = Greedy(),  # noqa: B008 - immutable
+        key: Array | None = None,
+        stream: Callable[..., None] | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+    ) -> Output | list[Output]:
+        """Answers questions from a context: all as one batch, each as if it were the only one.
+
+        The questions share what was kept of the document: it is in memory once, however many there are. What was added
+        by ``extend`` is copied for each.
+
+        Args:
+            context: Of this model; it stays as it is.
+            question: A string, or a list of them, of any lengths.
+            max_new_tokens: Most tokens to generate for each.
+            sampler: ``Greedy()`` or ``Sample(...)``.
+            key: Random key for ``Sample``: one, or one per question.
+            stream: Called with each new piece of text as it comes: ``stream(text)``, or ``stream(number, text)`` for a
+                list.
+            eos_token_ids: Tokens that end an answer; ``None`` means the model's own.
+
+        Returns:
+            An ``Output``, or a list of them.
+
+        Raises:
+            TypeError, ValueError: For arguments that can't be, or a context of another model.
+        """
+        return contexts.ask(self, context, question, max_new_tokens, sampler, key, stream, eos_token_ids)
 
     def _check_lengths(self, ids: list[list[int]], max_new_tokens: int) -> None:
         if not ids:

@@ -3,8 +3,12 @@
 import jax.numpy as jnp
 from flax import nnx
 
+from kvec_jax import session
 from kvec_jax.models.config import ModelConfig
+from kvec_jax.models.tokenizer import Tokenizer
 from kvec_jax.models.transformer import Transformer
+
+_CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}[assistant]"
 
 
 def tiny_config(**changes) -> ModelConfig:
@@ -26,3 +30,31 @@ def tiny_config(**changes) -> ModelConfig:
 def tiny_model(seed: int = 0, dtype=jnp.float32, **changes) -> Transformer:
     """A randomly initialised ``Transformer`` of ``tiny_config(**changes)``."""
     return Transformer(tiny_config(**changes), rngs=nnx.Rngs(seed), dtype=dtype)
+
+
+def tiny_tokenizer(chat: bool = True) -> Tokenizer:
+    """A tokenizer with a token for each byte, and a chat template unless ``chat`` is false.
+
+    Example:
+        >>> tokenizer = tiny_tokenizer()
+        >>> tokenizer.decode(tokenizer.encode("Zoë")), len(tokenizer.encode("Zoë"))
+        ('Zoë', 4)
+    """
+    import tokenizers
+
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    core = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = tokenizers.decoders.ByteLevel()
+    return Tokenizer(core, chat_template=_CHAT if chat else None)
+
+
+def tiny_language_model(seed: int = 0, dtype=jnp.float32, chat: bool = True, **changes) -> "session.LanguageModel":
+    """The tiny model with the tiny tokenizer: text in, nonsense out.
+
+    Example:
+        >>> output = tiny_language_model().generate("some text", max_new_tokens=5)
+        >>> len(output.tokens)
+        5
+    """
+    return session.LanguageModel(tiny_model(seed, dtype, **changes), tiny_tokenizer(chat), "tiny")

@@ -1,0 +1,35 @@
+"""Files that are written whole or not at all."""
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
+    """A file beside ``path`` to write to, which takes its place when the block ends without an error.
+
+    It is on the disk before it does, so that neither an error nor a crash leaves half of a file.
+
+    Raises:
+        OSError: If the folder isn't there or can't be written to.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with replacing(f"{folder}/answer") as unfinished:
+        ...         _ = unfinished.write_text("42")
+        ...     os.listdir(folder)
+        ['answer']
+    """
+    path = pathlib.Path(path)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    open(unfinished, "wb").close()  # where that can't be done, it is known before anything else
+    try:
+        yield unfinished
+        with open(unfinished, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
