@@ -87,14 +87,15 @@ def _eval(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
     import kvec_jax as kv
-    from kvec_jax.evals import run as running
+    from kvec_jax.evals.run import evaluate
+    from kvec_jax.evals.settings import Settings
     from kvec_jax.evals.trials import make_trials
     from kvec_jax.progress import Bar
 
     out = arguments.out or f"eval-{pathlib.PurePath(arguments.model).name}"
     console = Console(stderr=True, highlight=False)
     # What can be wrong is looked at before the model is loaded.
-    settings = running.Settings(
+    settings = Settings(
         protocols=tuple(arguments.protocols),
         batch=arguments.batch,
         memory=int(arguments.memory * 1e9),
@@ -109,7 +110,7 @@ def _eval(arguments: argparse.Namespace) -> None:
     tasks, about = _make_tasks(arguments, names, lm)
     try:
         with Bar(console) as bar:
-            running.evaluate(lm, out, [*tasks, *given], trials, settings, about=about, progress=bar)
+            evaluate(lm, out, [*tasks, *given], trials, settings, about=about, progress=bar)
     except KeyboardInterrupt:
         console.print(f"Interrupted. The same command goes on from {os.fspath(out)}.", markup=False)
         raise

@@ -6,7 +6,7 @@ from kvec_jax.calibrate.haystack import common, encode, render
 from kvec_jax.models.tokenizer import Tokenizer
 
 # Tokens of the right answer, at most, whose likelihood is measured.
-_LONGEST_GOLD = 64
+LONGEST_GOLD = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def make_prompt(tokenizer: Tokenizer, example: Example, most: int) -> Prompt:
         first = (room + 1) // 2
         tokens = tokens[:first] + tokens[first + excess :]
         split = max(split - excess, 0)
-    return Prompt(example, tokens, split, gold[:_LONGEST_GOLD])
+    return Prompt(example, tokens, split, gold[:LONGEST_GOLD])
 
 
 def _render(tokenizer: Tokenizer, example: Example) -> tuple[str, int]:

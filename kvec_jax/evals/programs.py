@@ -21,16 +21,11 @@ from kvec_jax.typing import Array
 
 
 class Programs:
-    """Steps for one model; each is compiled once for every shape.
-
-    Attributes:
-        compile_seconds: Spent on compiling so far.
-    """
+    """Steps for one model; each is compiled once for every shape."""
 
     def __init__(self, model: Transformer):
         self._model = model
         self._compiled = {}
-        self.compile_seconds = 0.0
 
     def read(
         self, policies: tuple[Policy, ...], tokens: Array, lengths: Array, reserve: int
@@ -61,9 +56,7 @@ class Programs:
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
         key = step, structure, shapes, tuple(sorted(static.items()))
         if key not in self._compiled:
-            began = time.perf_counter()
             self._compiled[key] = step.lower(self._model, *arguments, **static).compile()
-            self.compile_seconds += time.perf_counter() - began
         began = time.perf_counter()
         result = jax.block_until_ready(self._compiled[key](self._model, *arguments))
         return result, time.perf_counter() - began

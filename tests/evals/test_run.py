@@ -12,7 +12,8 @@ from kvec_jax import records
 from kvec_jax.calibrate.replay import greedy
 from kvec_jax.evals.example import make_prompt
 from kvec_jax.evals.report import write_report
-from kvec_jax.evals.run import RESULTS, Settings, evaluate
+from kvec_jax.evals.run import RESULTS, evaluate
+from kvec_jax.evals.settings import Settings
 from kvec_jax.evals.tasks import Task
 from kvec_jax.records import read_records
 from tests.evals.tiny import TRIALS, example, language_model, tasks
@@ -124,7 +125,7 @@ def interrupt(*_):
 
 def test_nothing_is_run_twice(whole, tmp_path, monkeypatch):
     (tmp_path / RESULTS).write_bytes((whole / RESULTS).read_bytes())
-    monkeypatch.setattr("kvec_jax.evals.run._run", interrupt)
+    monkeypatch.setattr("kvec_jax.evals.run.run_batch", interrupt)
     evaluate(language_model(), tmp_path, tasks(), TRIALS, SETTINGS)
     assert (tmp_path / RESULTS).read_bytes() == (whole / RESULTS).read_bytes()
 
