@@ -33,3 +33,9 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def write_whole(path: str | os.PathLike, text: str) -> None:
+    """Writes a text in UTF-8, whole or not at all."""
+    with replacing(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")

@@ -5,7 +5,7 @@ import os
 import pathlib
 from typing import Any
 
-from kvec_jax.calibrate.file import write_whole
+from kvec_jax.files import write_whole
 
 
 class Records:

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from kvec_jax.errors import LoadError
+from kvec_jax.files import write_whole
 from kvec_jax.models.registry import KNOWN_MODELS
 
 _FORMAT = "kvec_jax calibration 1"
@@ -95,17 +96,3 @@ def known_name(name_or_path: str | os.PathLike) -> str | None:
 def _short_lists(text: str) -> str:
     """Puts lists of numbers on one line each. A string can't be mistaken for one: JSON has no line breaks in them."""
     return re.sub(r"\[\n\s*([-+.,\deE\s]*?)\s*\]", lambda match: f"[{' '.join(match[1].split())}]", text)
-
-
-def write_whole(path: str | os.PathLike, text: str) -> None:
-    """Writes a file at once, so that nobody sees half of it."""
-    path = pathlib.Path(path)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(unfinished, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -1,12 +1,12 @@
 """Pictures of an evaluation, drawn from its results."""
 
-import os
 import pathlib
 
 import numpy as np
 
 from kvec_jax.evals.summary import ALL, Results, budget_of, table
 from kvec_jax.evals.trials import FULL
+from kvec_jax.files import replacing
 
 try:
     import matplotlib.figure
@@ -175,10 +175,6 @@ def _legend(figure, axes, title: str) -> None:
 
 def _save(figure, path: pathlib.Path) -> pathlib.Path:
     """Writes a picture whole or not at all; the same results give the same bytes."""
-    unfinished = path.with_name(f".{path.stem}.{os.getpid()}.png")
-    try:
-        figure.savefig(unfinished, dpi=130, metadata={"Software": None})
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with replacing(path) as unfinished:
+        figure.savefig(unfinished, format="png", dpi=130, metadata={"Software": None})
     return path

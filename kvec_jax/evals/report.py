@@ -7,10 +7,10 @@ import pathlib
 from collections import defaultdict
 from collections.abc import Iterable
 
-from kvec_jax.calibrate.file import write_whole
 from kvec_jax.evals.run import RESULTS
 from kvec_jax.evals.summary import ALL, MEASURES, Results, Row, budget_of, table
 from kvec_jax.evals.trials import BASELINE
+from kvec_jax.files import write_whole
 
 _PROTOCOLS = {
     "aware": "the question is part of the prompt that is compressed, as in the papers on eviction",
