@@ -39,11 +39,15 @@ from kvec_jax.policies import Stateless as Stateless
 from kvec_jax.policies import StreamingLLM as StreamingLLM
 from kvec_jax.policies import Weighted as Weighted
 from kvec_jax.policies import WindowAttention as WindowAttention
+from kvec_jax.policies.registry import register as _register
 from kvec_jax.prefill import prefill as prefill
 from kvec_jax.sampling import Greedy as Greedy
 from kvec_jax.sampling import Sample as Sample
+from kvec_jax.sekv.policy import SeKV as SeKV
 from kvec_jax.session import LanguageModel as LanguageModel
 from kvec_jax.session import Output as Output
 from kvec_jax.session import load as load
+
+_register("sekv", SeKV)
 
 __version__ = "0.1.0"

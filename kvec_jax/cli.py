@@ -53,6 +53,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     from kvec_jax import __version__, context_commands
     from kvec_jax.evals import command as evals
+    from kvec_jax.sekv import command as sekv
 
     parser = _Parser(prog="kvec", description="Key-value cache compression for long-context language models.")
     parser.add_argument("--version", action="version", version=f"kvec_jax {__version__}")
@@ -64,6 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_calibrate(commands)
     evals.add_eval(commands)
     evals.add_report(commands)
+    sekv.add_spans(commands)
+    sekv.add_train_zoom(commands)
     models = commands.add_parser("models", help="list the models known by name, or show one")
     models.set_defaults(run=_models)
     actions = models.add_subparsers(dest="action", metavar="show MODEL")

@@ -3,7 +3,7 @@
 import argparse
 import pathlib
 
-_MODEL = "smollm2-135m"
+from kvec_jax.command_options import add_model_arguments, read_text
 
 
 def add_spans(commands) -> None:
@@ -15,7 +15,7 @@ def add_spans(commands) -> None:
         "green; otherwise with a bar where a span begins, [exact tokens] and [[anchors]].",
     )
     parser.add_argument("file", metavar="FILE", help="the text, in UTF-8")
-    _add_model(parser)
+    add_model_arguments(parser)
     parser.add_argument("--tokens", type=int, metavar="N", help="only the first N (default: the model's context)")
     parser.add_argument("--share", type=float, default=0.1, metavar="S", help="of the cache's bytes (%(default)s)")
     parser.add_argument("--alpha", type=float, default=1.0, metavar="A", help="a token cuts that is A standard "
@@ -37,7 +37,7 @@ def add_train_zoom(commands) -> None:
         description="Trains a zoom-in head beside a frozen model, on windows of text. When it is interrupted, the same "
         "command goes on. The last tenth of each text is held out.",
     )
-    _add_model(parser)
+    add_model_arguments(parser)
     parser.add_argument("--text", nargs="+", required=True, metavar="FILE", help="what to train on, in UTF-8")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of head, checkpoints and metrics")
     parser.add_argument("--share", type=float, metavar="S", help="of the cache's bytes on the device (default: 0.1)")
@@ -56,12 +56,6 @@ def add_train_zoom(commands) -> None:
     parser.set_defaults(run=_train, settings=list(settings))
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=_MODEL, metavar="MODEL",
-        help="a known name, a hub id, a folder of safetensors or a .gguf file (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of weights and cache (default: the model's)")
-
-
 def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
@@ -73,14 +67,18 @@ def _spans(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
     import kvec_jax as kv
+    from kvec_jax.arguments import check_count
+    from kvec_jax.sekv.policy import SeKV
     from kvec_jax.sekv.show import find_spans
 
     # What can be wrong is looked at before the model is loaded.
-    policy = kv.SeKV(arguments.share, alpha=arguments.alpha, min_span=arguments.min_span, max_span=arguments.max_span)
-    text = _read(arguments.file)
+    if arguments.tokens is not None:
+        check_count("--tokens", arguments.tokens, 1)
+    policy = SeKV(arguments.share, alpha=arguments.alpha, min_span=arguments.min_span, max_span=arguments.max_span)
+    text = read_text(arguments.file)
     lm = kv.load(arguments.model, dtype=arguments.dtype)
-    wanted = arguments.tokens or lm.config.max_position_embeddings
     ids = lm.encode(text)
+    wanted = lm.config.max_position_embeddings if arguments.tokens is None else arguments.tokens
     if len(ids) > wanted:
         text = lm.tokenizer.decode(ids[:wanted])
     found = find_spans(lm, text, policy, cap_anchors=not arguments.all_anchors)
@@ -101,15 +99,16 @@ def _train(arguments: argparse.Namespace) -> None:
     import kvec_jax as kv
     from kvec_jax.calibrate.file import known_name
     from kvec_jax.progress import Bar
+    from kvec_jax.sekv.policy import SeKV
     from kvec_jax.sekv.training import HEAD_FILE, Training, train
     from kvec_jax.sekv.windows import Windows
 
     given = {name: getattr(arguments, name) for name in arguments.settings}
     given = {name: value for name, value in given.items() if value is not None}
     if arguments.share is not None:
-        given["policy"] = kv.SeKV(arguments.share)
+        given["policy"] = SeKV(arguments.share)
     training = Training(**given)
-    texts = [_read(path) for path in arguments.text]
+    texts = [read_text(path) for path in arguments.text]
     console = Console(stderr=True, highlight=False)
     console.print(f"Loading {arguments.model}", markup=False)
     lm = kv.load(arguments.model, dtype=arguments.dtype)
@@ -136,10 +135,3 @@ def _train(arguments: argparse.Namespace) -> None:
 
 def _words(metrics: dict[str, float]) -> str:
     return f"KL {metrics['kl']:.3f}, zoom {metrics['zoom']:.2f}, loss {metrics['total']:.2f}"
-
-
-def _read(path: str) -> str:
-    try:
-        return pathlib.Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: expected text in UTF-8") from None
