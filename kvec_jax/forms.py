@@ -18,10 +18,12 @@ class Beyond(Protocol):
     Attributes:
         device_nbytes: Bytes that it holds in the memory of the device.
         host_nbytes: Bytes that it holds in the memory of the host.
+        moved_nbytes: float32 [B], bytes brought from there to the device for each row so far.
     """
 
     device_nbytes: int
     host_nbytes: int
+    moved_nbytes: Array
 
     def attend(self, queries: Array, layer: Array, real: Array, scale: float) -> tuple[Partial, "Beyond"]:
         """Attention of new tokens over what one layer has here.

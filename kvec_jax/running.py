@@ -29,6 +29,8 @@ class Stats:
         total: Cache entries of the prompt before compression.
         cache_bytes: Of this row's share of the compressed cache, without the room for generated tokens.
         full_cache_bytes: What the full cache of the prompt takes, padded as it was run.
+        host_bytes: Of this row's share of what the cache holds in the memory of the host besides.
+        moved_bytes: Brought from there to the device for this row, over all steps.
         compile_seconds: 0 when the programs had been compiled before.
         prefill_seconds: Reading and compressing the prompts.
         decode_seconds: Generating, from the second token on.
@@ -45,6 +47,8 @@ class Stats:
     prefill_seconds: float
     decode_seconds: float
     tokens_per_second: float
+    host_bytes: int = 0
+    moved_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

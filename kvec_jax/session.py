@@ -203,6 +203,7 @@ class LanguageModel:
 
     def _costs(self, cache: CompressedKV, lengths: np.ndarray, padded: int) -> list[dict]:
         kept = np.asarray(cache.counts).sum(axis=(1, 2))
+        moved = np.zeros(len(lengths)) if cache.beyond is None else np.asarray(cache.beyond.moved_nbytes)
         config = self.config
         return [
             dict(
@@ -211,8 +212,10 @@ class LanguageModel:
                 total=length * config.num_hidden_layers * config.num_key_value_heads,
                 cache_bytes=cache.pool_nbytes // len(lengths),
                 full_cache_bytes=config.kv_bytes(padded, cache.keys.dtype.itemsize),
+                host_bytes=cache.host_nbytes // len(lengths),
+                moved_bytes=int(brought),
             )
-            for length, entries in zip(lengths.tolist(), kept.tolist(), strict=True)
+            for length, entries, brought in zip(lengths.tolist(), kept.tolist(), moved.tolist(), strict=True)
         ]
 
 

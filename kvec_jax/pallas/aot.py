@@ -92,7 +92,8 @@ def compile_for(chip: str, function: Callable, *arguments, donate_argnums: Seque
     Args:
         chip: ``"v5e"``, ``"v5p"``, ``"v6e"`` or ``"h100"``.
         function: Of arrays. It must not ask which devices there are: name the implementations of operations.
-        *arguments: Pytrees of arrays or ``jax.ShapeDtypeStruct``; only shapes and types are looked at.
+        *arguments: Pytrees of arrays or ``jax.ShapeDtypeStruct``; only shapes and types are looked at, and whether
+            they lie in the host's memory (``pinned_host``).
         donate_argnums: Arguments whose memory the results may take.
 
     Returns:
@@ -118,7 +119,9 @@ def lower_for(chip: str, function: Callable, *arguments, donate_argnums: Sequenc
     sharding = SingleDeviceSharding(device)
 
     def abstract(x):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        on_host = getattr(getattr(x, "sharding", None), "memory_kind", None) == "pinned_host"
+        where = sharding.with_memory_kind("pinned_host") if on_host else sharding
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
     with on_chip(chip):
         return jax.jit(function, donate_argnums=donate_argnums).lower(*jax.tree.map(abstract, arguments))
