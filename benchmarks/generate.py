@@ -5,7 +5,6 @@ the median is shown. The prompt is real text: Python's language reference, repea
 """
 
 import argparse
-import dataclasses
 import functools
 
 import jax
@@ -74,7 +73,8 @@ def _decode_rates(lm, length: int, batch: int, policies: dict, options) -> dict[
 
     def prepare(name):
         logits, cache = started[name]
-        return _tiled(cache, batch), jnp.tile(logits, (batch, 1))
+        tiled = cache.take_rows(jnp.zeros(batch, jnp.int32))  # a copy: decoding may take over the buffers it is given
+        return jax.block_until_ready(tiled), jnp.tile(logits, (batch, 1))
 
     def decode(state):
         cache, logits = state
@@ -84,18 +84,6 @@ def _decode_rates(lm, length: int, batch: int, policies: dict, options) -> dict[
 
     seconds = medians(dict.fromkeys(policies, decode), options.runs, prepare)
     return {name: batch * steps / value for name, value in seconds.items()}
-
-
-def _tiled(cache, batch: int):
-    """A fresh copy of a one-row cache for ``batch`` rows: decoding may take over the buffers it is given."""
-
-    def tile(name, leaf):
-        axis = 1 if name in ("tail_keys", "tail_values") else 0
-        return jnp.concatenate([leaf] * batch, axis) if batch > 1 else jnp.copy(leaf)
-
-    fields = {field.name: getattr(cache, field.name) for field in dataclasses.fields(cache)}
-    tiled = {name: tile(name, leaf) for name, leaf in fields.items() if isinstance(leaf, jax.Array)}
-    return jax.block_until_ready(dataclasses.replace(cache, **tiled))
 
 
 def _table(headings: list[str], rows: list[tuple], form: str) -> Table:

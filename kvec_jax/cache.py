@@ -110,6 +110,27 @@ class CompressedKV:
             for heads in zip(starts.tolist(), counts.tolist())
         ]
 
+    def take_rows(self, index: Array) -> "CompressedKV":
+        """A copy with the rows ``index`` int32 [rows] of the batch, in that order; a row may be taken more than once.
+
+        Each gets a row of the pool of its own.
+        """
+        own = (self.keys, self.values, self.positions, self.starts, self.counts)
+        keys, values, positions, starts, counts = (x[index // self.pool_share] for x in own)
+        return dataclasses.replace(
+            self,
+            keys=keys,
+            values=values,
+            positions=positions,
+            starts=starts,
+            counts=counts,
+            tail_keys=self.tail_keys[:, index],
+            tail_values=self.tail_values[:, index],
+            tail_length=self.tail_length[index],
+            next_position=self.next_position[index],
+            beyond=self.beyond and self.beyond.take_rows(index),
+        )
+
     def reserve(self, tokens: int) -> "CompressedKV":
         """The same cache with room for ``tokens`` more after those already in its tail (a copy of the tail)."""
         missing = int(jnp.max(self.tail_length)) + tokens - self.tail_capacity

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvec_jax as kv
+from kvec_jax.testing import tiny_model
 from tests.test_attention import build
 
 
@@ -66,3 +68,18 @@ def test_reserve_makes_room_after_the_longest_tail(cache, tokens, capacity):
 
 def test_sizes(cache):
     assert (cache.num_kv_heads, cache.tail_capacity) == (2, 4)
+
+
+def test_take_rows_gives_each_row_a_pool_of_its_own():
+    model = tiny_model()
+    tokens, lengths = jnp.arange(90).reshape(2, 45) % 256, jnp.array([45, 30])
+    logits, cache = kv.prefill(model, tokens, lengths, kv.LaProx(20, window=4), reserve=4)
+    index = jnp.array([1, 0, 1])
+    taken = cache.take_rows(index)
+    for row, source in enumerate(index.tolist()):
+        before, after = cache.kept_positions(source), taken.kept_positions(row)
+        assert [[x.tolist() for x in layer] for layer in before] == [[x.tolist() for x in layer] for layer in after]
+    token = jnp.argmax(logits, axis=-1)[:, None]
+    expected, _ = kv.extend(model, cache, token, jnp.array([1, 1]))
+    got, _ = kv.extend(model, taken, token[index], jnp.array([1, 1, 1]))
+    np.testing.assert_allclose(got, expected[index], rtol=1e-5, atol=1e-5)

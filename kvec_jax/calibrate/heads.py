@@ -80,7 +80,7 @@ def _answer(model, text, text_length, questions, question_lengths, spans, new):
     """Answers int32 [B, new], and the attention mass [L, B, N, new] on the span with which each token was predicted."""
     room = questions.shape[1] + new
     _, cache = run_prefill(model, None, text, text_length, FullCache(), room)
-    cache = _repeat(cache, questions.shape[0])
+    cache = cache.take_rows(jnp.zeros(questions.shape[0], jnp.int32))
     # The last token of a question is left out of the cache: its query predicts the answer's first.
     _, cache = run_extend(model, cache, questions, question_lengths - 1)
     last = jnp.take_along_axis(questions, question_lengths[:, None] - 1, axis=1)
@@ -103,14 +103,3 @@ def mark(cache: CompressedKV, spans: Array) -> CompressedKV:
     inside = (cache.positions >= spans[:, :1]) & (cache.positions < spans[:, 1:])
     values = jnp.broadcast_to(inside[..., None], cache.values.shape).astype(cache.values.dtype)
     return dataclasses.replace(cache, values=values, tail_values=jnp.zeros_like(cache.tail_values))
-
-
-def _repeat(cache: CompressedKV, rows: int) -> CompressedKV:
-    """A cache of one row as one of several equal rows."""
-    tails = {"tail_keys": 1, "tail_values": 1}
-    changes = {
-        field.name: jnp.repeat(getattr(cache, field.name), rows, axis=tails.get(field.name, 0))
-        for field in dataclasses.fields(cache)
-        if field.name != "segment_rows"
-    }
-    return dataclasses.replace(cache, **changes)
