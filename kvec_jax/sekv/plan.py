@@ -41,7 +41,7 @@ class Limits:
     max_spans: int
     max_slots: int
     max_rank: int = 32
-    rank_share: float = 0.5
+    rank_share: float = 0.25
 
     def rank(self, tokens, head_dim: int, xp=jnp):
         """Rank of the factors of a span of that many ``tokens``, by ``xp`` (``numpy`` or ``jax.numpy``).
@@ -85,7 +85,7 @@ def make_limits(
     min_span: int = 16,
     max_span: int | None = None,
     max_rank: int = 32,
-    rank_share: float = 0.5,
+    rank_share: float = 0.25,
 ) -> Limits:
     """Divides ``device_share`` of a full cache's bytes among exact rows, summaries and expanded spans.
 

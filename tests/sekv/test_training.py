@@ -24,7 +24,7 @@ from kvec_jax.sekv.windows import Windows
 from kvec_jax.testing import tiny_model
 
 CHANGES = dict(num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
-POLICY = SeKV(0.6, min_span=8, max_span=16, max_rank=4)
+POLICY = SeKV(0.6, min_span=8, max_span=16, max_rank=4, rank_share=0.5)
 TOKENS = np.random.default_rng(0).integers(1, 63, size=(2, 136)).astype(np.int32)
 QUERIES = 8
 
