@@ -8,3 +8,5 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The tests compile far more than they compute: XLA's CPU code generator takes a third of the time without LLVM's
 # optimisations. What XLA itself does to a program stays the same.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+from tests.compiled import pytest_sessionfinish, pytest_terminal_summary  # noqa: E402, F401 - hooks
