@@ -9,7 +9,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvec_jax.pool import Pool
+from kvec_jax.implementations import Implementations
+from kvec_jax.pool import Pool, take_rows
 from kvec_jax.select import LOWEST_KEY, indices_of
 from kvec_jax.typing import Array
 
@@ -54,7 +55,15 @@ class Competition:
             jnp.concatenate([self.identity, new], axis=1),
         )
 
-    def replace(self, alive: Array, order: Array, identity: Array, keys: Array, values: Array) -> "Competition":
+    def replace(
+        self,
+        alive: Array,
+        order: Array,
+        identity: Array,
+        keys: Array,
+        values: Array,
+        how: Implementations = Implementations(),
+    ) -> "Competition":
         """Puts the new entries that are ``alive`` into the places of old ones that are not.
 
         Args:
@@ -63,8 +72,9 @@ class Competition:
             identity: int32 [B, P + K * T], likewise.
             keys: [B, K, T, D] of the layer.
             values: [B, K, T, D].
+            how: The rows are gathered.
         """
-        B, K, T, D = keys.shape
+        B, K, T, _ = keys.shape
         P = self.order.shape[1]
         old, new = alive[:, :P], alive[:, P:]
         most = min(P, K * T)
@@ -76,13 +86,11 @@ class Competition:
         def write(places, entries):
             return places.at[row, target].set(entries, mode="drop")
 
-        def rows(x):
-            return jnp.take_along_axis(x.reshape(B, K * T, D), source_at[..., None], axis=1)
-
+        keys, values = take_rows(keys, values, source_at, how)
         return dataclasses.replace(
             self,
-            keys=write(self.keys, rows(keys)),
-            values=write(self.values, rows(values)),
+            keys=write(self.keys, keys),
+            values=write(self.values, values),
             order=write(jnp.where(old, self.order, LOWEST_KEY), jnp.take_along_axis(order[:, P:], source_at, axis=1)),
             identity=write(
                 jnp.where(old, self.identity, _EMPTY), jnp.take_along_axis(identity[:, P:], source_at, axis=1)

@@ -8,6 +8,7 @@ from jax import lax
 
 from kvec_jax.cache import CompressedKV
 from kvec_jax.extend import run_extend
+from kvec_jax.implementations import Implementations
 from kvec_jax.models.transformer import Transformer
 from kvec_jax.sampling import Sampler
 from kvec_jax.typing import Array
@@ -35,11 +36,11 @@ def begin(
     cache: CompressedKV, logits: Array, sampler: Sampler, key: Array, capacity: int, eos_token_ids: tuple[int, ...]
 ) -> DecodeState:
     """The state after the first token, which is chosen from ``logits`` [B, V] of the last token in the cache."""
-    first = _choose(sampler, key, logits, cache.next_position)
+    first = choose_tokens(sampler, key, logits, cache.next_position)
     return DecodeState(
         tokens=jnp.broadcast_to(first[:, None], (first.shape[0], capacity)),
         count=jnp.int32(1),
-        done=_is_end(first, eos_token_ids),
+        done=is_end(first, eos_token_ids),
         cache=cache,
     )
 
@@ -51,6 +52,7 @@ def advance(
     key: Array,
     until: Array | int,
     eos_token_ids: tuple[int, ...],
+    how: Implementations = Implementations(),
 ) -> DecodeState:
     """Goes on until ``until`` tokens are generated, or every row has met an end token.
 
@@ -64,25 +66,26 @@ def advance(
     def step(state):
         newest = state.tokens[:, -1]
         lengths = jnp.where(state.done, 0, 1)  # a row that is done stands still
-        logits, cache = run_extend(model, state.cache, newest[:, None], lengths)
-        chosen = _choose(sampler, key, logits, cache.next_position)
+        logits, cache = run_extend(model, state.cache, newest[:, None], lengths, how=how)
+        chosen = choose_tokens(sampler, key, logits, cache.next_position)
         token = jnp.where(state.done, newest, chosen)
         return DecodeState(
             tokens=jnp.where(columns >= state.count, token[:, None], state.tokens),
             count=state.count + 1,
-            done=state.done | _is_end(token, eos_token_ids),
+            done=state.done | is_end(token, eos_token_ids),
             cache=cache,
         )
 
     return lax.while_loop(unfinished, step, state)
 
 
-def _choose(sampler: Sampler, key: Array, logits: Array, positions: Array) -> Array:
+def choose_tokens(sampler: Sampler, key: Array, logits: Array, positions: Array) -> Array:
     """One token per row; row b's key comes from ``key`` (one for all, or one per row), b, and the row's position."""
     rows = jnp.arange(logits.shape[0])
     keys = key if key.ndim else jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
     return sampler(logits, jax.vmap(jax.random.fold_in)(keys, positions))
 
 
-def _is_end(tokens: Array, eos_token_ids: tuple[int, ...]) -> Array:
+def is_end(tokens: Array, eos_token_ids: tuple[int, ...]) -> Array:
+    """Which of the tokens are end tokens: bool of their shape."""
     return jnp.any(tokens[:, None] == jnp.array(eos_token_ids, jnp.int32), axis=-1)

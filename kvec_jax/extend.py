@@ -11,9 +11,10 @@ from jax import lax
 from kvec_jax.attention import cache_attention
 from kvec_jax.cache import CompressedKV
 from kvec_jax.checks import check_lengths, check_token_array, check_token_ids
+from kvec_jax.implementations import Implementations, resolve
 from kvec_jax.models.transformer import Rotation, Transformer
 from kvec_jax.prefill import layer_inputs, layer_reach
-from kvec_jax.typing import Array
+from kvec_jax.typing import Array, Implementation
 
 
 def extend(
@@ -23,6 +24,7 @@ def extend(
     lengths: Array | None = None,
     *,
     all_logits: bool = False,
+    implementation: Implementation | Implementations = None,
 ) -> tuple[Array, CompressedKV]:
     """Runs the model over new tokens, which see what the cache kept, all tokens added before, and one another causally.
 
@@ -33,6 +35,7 @@ def extend(
         lengths: int32 [B], real tokens of each row, 0 to Q; ``None`` means that all are. A row without any
             stays as it is.
         all_logits: Whether to return the logits of all new tokens rather than of the last.
+        implementation: See ``prefill``.
 
     Returns:
         Logits float32 [B, V] of each row's last new token (or [B, Q, V]), and the cache with the tokens in its tail.
@@ -51,16 +54,21 @@ def extend(
         63
     """
     tokens, lengths = _check(model, cache, tokens, lengths)
-    return _extend(model, cache, tokens, lengths, all_logits)
+    return _extend(model, cache, tokens, lengths, all_logits, resolve(implementation, model))
 
 
-@functools.partial(jax.jit, static_argnames="all_logits")
-def _extend(model, cache, tokens, lengths, all_logits):
-    return run_extend(model, cache, tokens, lengths, all_logits)
+@functools.partial(jax.jit, static_argnames=("all_logits", "how"))
+def _extend(model, cache, tokens, lengths, all_logits, how):
+    return run_extend(model, cache, tokens, lengths, all_logits, how)
 
 
 def run_extend(
-    model: Transformer, cache: CompressedKV, tokens: Array, lengths: Array, all_logits: bool = False
+    model: Transformer,
+    cache: CompressedKV,
+    tokens: Array,
+    lengths: Array,
+    all_logits: bool = False,
+    how: Implementations = Implementations(),
 ) -> tuple[Array, CompressedKV]:
     """``extend`` without checks, to be called under ``jit``."""
     config = model.config
@@ -78,7 +86,16 @@ def run_extend(
         more = None
         if beyond is not None:
             more, beyond = beyond.attend(queries, layer, real, config.scale)
-        attended = cache_attention(queries, keys, values, cache, layer, scale=config.scale, reach=reach, more=more)
+        attended = cache_attention(
+            queries,
+            keys,
+            values,
+            cache,
+            layer,
+            scale=config.scale,
+            reach=reach,
+            more=more,
+        )
         return (block.finish(hidden, attended), beyond), (keys, values)
 
     start = model.embed(tokens), cache.beyond
@@ -101,6 +118,8 @@ def _append(tail: Array, rows: Array, at: Array) -> Array:
 
     Rows beyond the tail's end are dropped; only padding ever lies there.
     """
+    if not tail.shape[3]:  # writing nowhere has no gradient in XLA
+        return tail
     B, Q = rows.shape[1], rows.shape[3]
     place = at[:, None] + jnp.arange(Q)
     rows = jnp.moveaxis(rows, (1, 3), (0, 1))  # [B, Q, L, K, D], as the indexing below gives

@@ -13,12 +13,13 @@ from kvec_jax.cache import CompressedKV
 from kvec_jax.checks import check_policy, check_tokens
 from kvec_jax.decoding import DecodeState, advance, begin
 from kvec_jax.extend import check_room
+from kvec_jax.implementations import Implementations, resolve
 from kvec_jax.models.transformer import Transformer
 from kvec_jax.policies.base import Policy
 from kvec_jax.policies.prepared import prepare
 from kvec_jax.prefill import run_prefill
 from kvec_jax.sampling import Greedy, Sample, Sampler
-from kvec_jax.typing import Array
+from kvec_jax.typing import Array, Implementation
 
 
 def generate(
@@ -31,6 +32,7 @@ def generate(
     max_new_tokens: int = 64,
     *,
     eos_token_ids: tuple[int, ...] | None = None,
+    implementation: Implementation | Implementations = None,
 ) -> Array:
     """Reads prompts, compresses their cache and generates from what is left, all in one compiled program.
 
@@ -45,12 +47,14 @@ def generate(
         key: Random key for ``Sample``: one, or one per row [B].
         max_new_tokens: Most tokens to generate; static.
         eos_token_ids: Tokens that end a row; ``None`` means the model's own. A row is filled up with its end token.
+        implementation: See ``prefill``.
 
     Returns:
         int32 [B, max_new_tokens].
 
     Raises:
         TypeError, ValueError: For arguments that can't be; it names the argument.
+        UnsupportedError: If an implementation that was asked for by name can't do this.
 
     Example:
         >>> import kvec_jax as kv
@@ -65,13 +69,14 @@ def generate(
     _check_context(model, lengths, max_new_tokens)
     key = check_key(sampler, key, tokens.shape[0])
     ends = end_tokens(model, eos_token_ids)
-    return _generate(model, prepare(policy, model), tokens, lengths, policy, sampler, key, max_new_tokens, ends)
+    how = resolve(implementation, model)
+    return _generate(model, prepare(policy, model), tokens, lengths, policy, sampler, key, max_new_tokens, ends, how)
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "max_new_tokens", "eos_token_ids"))
-def _generate(model, prepared, tokens, lengths, policy, sampler, key, max_new_tokens, eos_token_ids):
-    logits, cache = run_prefill(model, prepared, tokens, lengths, policy, max_new_tokens)
-    return run_decode(model, cache, logits, sampler, key, max_new_tokens, eos_token_ids).tokens
+@functools.partial(jax.jit, static_argnames=("policy", "max_new_tokens", "eos_token_ids", "how"))
+def _generate(model, prepared, tokens, lengths, policy, sampler, key, max_new_tokens, eos_token_ids, how):
+    logits, cache = run_prefill(model, prepared, tokens, lengths, policy, max_new_tokens, how=how)
+    return run_decode(model, cache, logits, sampler, key, max_new_tokens, eos_token_ids, how).tokens
 
 
 def decode(
@@ -83,6 +88,7 @@ def decode(
     *,
     max_new_tokens: int,
     eos_token_ids: tuple[int, ...] | None = None,
+    implementation: Implementation | Implementations = None,
 ) -> tuple[Array, CompressedKV]:
     """Generates from a cache, in one loop on the device.
 
@@ -94,6 +100,7 @@ def decode(
         key: Random key for ``Sample``: one, or one per row [B].
         max_new_tokens: Most tokens to generate; static.
         eos_token_ids: Tokens that end a row; ``None`` means the model's own. A row is filled up with its end token.
+        implementation: See ``prefill``.
 
     Returns:
         Tokens int32 [B, max_new_tokens], and the cache with all of them but the last, or up to a row's end token,
@@ -106,19 +113,29 @@ def decode(
     key = check_key(sampler, key, logits.shape[0])
     longest = int(np.max(cache.tail_length)), int(np.max(cache.next_position))
     check_room(model, cache, *(x + max_new_tokens - 1 for x in longest))
-    state = _decode(model, cache, logits, sampler, key, max_new_tokens, end_tokens(model, eos_token_ids))
+    ends, how = end_tokens(model, eos_token_ids), resolve(implementation, model)
+    state = _decode(model, cache, logits, sampler, key, max_new_tokens, ends, how)
     return state.tokens, state.cache
 
 
-@functools.partial(jax.jit, static_argnames=("max_new_tokens", "eos_token_ids"), donate_argnames="cache")
-def _decode(model, cache, logits, sampler, key, max_new_tokens, eos_token_ids):
-    return run_decode(model, cache, logits, sampler, key, max_new_tokens, eos_token_ids)
+@functools.partial(jax.jit, static_argnames=("max_new_tokens", "eos_token_ids", "how"), donate_argnames="cache")
+def _decode(model, cache, logits, sampler, key, max_new_tokens, eos_token_ids, how):
+    return run_decode(model, cache, logits, sampler, key, max_new_tokens, eos_token_ids, how)
 
 
-def run_decode(model, cache, logits, sampler, key, max_new_tokens, eos_token_ids) -> DecodeState:
+def run_decode(
+    model,
+    cache,
+    logits,
+    sampler,
+    key,
+    max_new_tokens,
+    eos_token_ids,
+    how: Implementations = Implementations(),
+) -> DecodeState:
     """``decode`` without checks, to be called under ``jit``."""
     state = begin(cache, logits, sampler, key, max_new_tokens, eos_token_ids)
-    return advance(model, state, sampler, key, max_new_tokens, eos_token_ids)
+    return advance(model, state, sampler, key, max_new_tokens, eos_token_ids, how)
 
 
 def check_key(sampler: Sampler, key: Array | None, batch: int) -> Array:

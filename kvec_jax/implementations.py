@@ -14,8 +14,8 @@ from kvec_jax.typing import Implementation
 class Implementations:
     """How each operation is carried out: ``None``, ``"xla"``, ``"pallas_tpu"`` or ``"pallas_gpu"``.
 
-    ``None`` takes the platform's kernel where there is one that supports the case, and plain XLA otherwise. A name never
-    falls back.
+    ``None`` takes the platform's kernel where there is one that supports the case, and plain XLA otherwise. A name
+    never falls back.
 
     Args:
         prompt_attention: Attention of a prompt over itself.

@@ -16,7 +16,7 @@ from kvec_jax.models.config import ModelConfig
 from kvec_jax.policies.base import Observation, Policy, Scores, newest_first
 from kvec_jax.policies.budgets import BudgetRule, largest_remainder
 from kvec_jax.pool import Pool, equal_pool, ragged_pool
-from kvec_jax.select import LOWEST_KEY, top_k_mask
+from kvec_jax.select import LOWEST_KEY
 from kvec_jax.typing import Array
 
 
@@ -64,10 +64,10 @@ class Plan:
         policy = self.policy
         base = scores.final if scores.base is None else scores.base
         order = policy.order(base, self.lengths)
-        budgets = self._divide(order, self.budgets[seen.layer])
+        budgets = self._divide(seen, order, self.budgets[seen.layer])
         if scores.base is None:
             return order, budgets
-        forced = top_k_mask(order, policy.scorer.forced(budgets))
+        forced = seen.best(order, policy.scorer.forced(budgets))
         return policy.order(scores.final, self.lengths, forced), budgets
 
     def window_order(self, seen: Observation) -> Array:
@@ -76,13 +76,13 @@ class Plan:
         age = self.lengths[:, None, None] - 1 - jnp.arange(self.T)
         return jnp.where(age < self.window, order, LOWEST_KEY)
 
-    def _divide(self, order: Array, budget: Array) -> Array:
+    def _divide(self, seen: Observation, order: Array, budget: Array) -> Array:
         """Divides a layer's budget [B] among its heads: [B, K]."""
         B, K, T = order.shape
         even = jnp.broadcast_to(budget[:, None], (B, K))
         if self.policy.scope != "layer":
             return even
-        best = top_k_mask(order.reshape(B, K * T), K * budget).reshape(B, K, T)
+        best = seen.best(order.reshape(B, K * T), K * budget).reshape(B, K, T)
         won = jnp.sum(best, axis=-1, dtype=jnp.int32)
         if not self.policy.floor:
             return won
@@ -138,7 +138,7 @@ class PerLayer:
             kept, memory = lax.cond(is_local, self._keep_window, self._keep_best, seen, memory)
         else:
             kept, memory = self._keep_best(seen, memory)
-        return pool.add(layer, seen.keys, seen.values, kept), memory
+        return pool.add(layer, seen.keys, seen.values, kept, seen.implementations), memory
 
     def finish(self, pool: Pool) -> Pool:
         """The pool as it is."""
@@ -146,7 +146,7 @@ class PerLayer:
 
     def _keep_best(self, seen: Observation, memory):
         scores, memory = self.plan.score(seen, memory)
-        kept = top_k_mask(*self.plan.order(seen, scores))
+        kept = seen.best(*self.plan.order(seen, scores))
         return kept, self.plan.policy.scorer.after(kept, memory)
 
     def _keep_window(self, seen: Observation, memory):
@@ -176,9 +176,9 @@ class WholeModel:
             order, memory = self._score(seen, memory)
         all_order, identity = pool.candidates(layer, order)
         places = plan.K * (jnp.sum(plan.budgets, axis=0) + jnp.minimum(plan.lengths, plan.window) * plan.num_local)
-        alive = top_k_mask(all_order, places, rank=identity) & (all_order != LOWEST_KEY)
+        alive = seen.best(all_order, places, rank=identity) & (all_order != LOWEST_KEY)
         kept = alive[:, pool.order.shape[1] :].reshape(order.shape)
-        pool = pool.replace(alive, all_order, identity, seen.keys, seen.values)
+        pool = pool.replace(alive, all_order, identity, seen.keys, seen.values, seen.implementations)
         return pool, self._after(is_local, kept, memory)
 
     def finish(self, pool: Competition) -> Pool:
@@ -228,7 +228,7 @@ class Cascade:
         all_order, identity = pool.candidates(layer, order)
         alive = self._within(all_order, identity, preferences, 1)
         kept = alive[:, pool.order.shape[1] :].reshape(order.shape)
-        pool = pool.replace(alive, all_order, identity, seen.keys, seen.values)
+        pool = pool.replace(alive, all_order, identity, seen.keys, seen.values, seen.implementations)
         return (pool, preferences), self.plan.policy.scorer.after(kept, memory)
 
     def finish(self, state) -> Pool:

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvec_jax.implementations import Implementations
+from kvec_jax.pack_rows import pack_rows
 from kvec_jax.select import indices_of
 from kvec_jax.typing import Array
 
@@ -33,7 +35,9 @@ class Pool:
     segment_rows: int = dataclasses.field(metadata={"static": True})
     layer_rows: int = dataclasses.field(metadata={"static": True})
 
-    def add(self, layer: Array, keys: Array, values: Array, kept: Array | None) -> "Pool":
+    def add(
+        self, layer: Array, keys: Array, values: Array, kept: Array | None, how: Implementations = Implementations()
+    ) -> "Pool":
         """The pool with the ``kept`` entries of one more layer.
 
         Args:
@@ -41,10 +45,11 @@ class Pool:
             keys: [B, K, T, D].
             values: [B, K, T, D].
             kept: bool [B, K, T]; ``None`` means the whole segment, T being ``segment_rows``.
+            how: The rows are gathered.
         """
-        return (self._add_equal if self.segment_rows else self._add_ragged)(layer, keys, values, kept)
+        return (self._add_equal if self.segment_rows else self._add_ragged)(layer, keys, values, kept, how)
 
-    def _add_equal(self, layer, keys, values, kept):
+    def _add_equal(self, layer, keys, values, kept, how):
         B, K, T, D = keys.shape
         S = self.segment_rows
         if kept is None:
@@ -53,7 +58,7 @@ class Pool:
         else:
             index = indices_of(kept, S)
             counts = _put(self.counts, jnp.sum(kept, axis=-1, dtype=jnp.int32)[:, None], 1, layer)
-            keys, values = (_take_rows(x, index) for x in (keys, values))
+            keys, values = take_rows(keys, values, index + T * jnp.arange(K)[:, None], how)
         first = layer * K * S
         return dataclasses.replace(
             self,
@@ -63,7 +68,7 @@ class Pool:
             counts=counts,
         )
 
-    def _add_ragged(self, layer, keys, values, kept):
+    def _add_ragged(self, layer, keys, values, kept, how):
         B, K, T, D = keys.shape
         counts = jnp.sum(kept, axis=-1, dtype=jnp.int32)
         starts = self.used[:, None] + jnp.cumsum(counts, axis=-1) - counts
@@ -71,13 +76,15 @@ class Pool:
         row = jnp.arange(B)[:, None]
         place = jnp.where(index < K * T, self.used[:, None] + jnp.arange(self.layer_rows), self.keys.shape[1])
 
+        keys, values = take_rows(keys, values, index, how)
+
         def scatter(pool, rows):
             return pool.at[row, place].set(rows, mode="drop")
 
         return dataclasses.replace(
             self,
-            keys=scatter(self.keys, _take_rows(keys.reshape(B, K * T, D), index)),
-            values=scatter(self.values, _take_rows(values.reshape(B, K * T, D), index)),
+            keys=scatter(self.keys, keys),
+            values=scatter(self.values, values),
             positions=scatter(self.positions, index % T),
             starts=_put(self.starts, starts[:, None], 1, layer),
             counts=_put(self.counts, counts[:, None], 1, layer),
@@ -113,9 +120,19 @@ def _pool(B: int, P: int, D: int, dtype, **fields) -> Pool:
     )
 
 
-def _take_rows(x: Array, index: Array) -> Array:
-    """Rows of ``x`` [..., T, D] at ``index`` [..., S]; an index of T or more gives some row, to be ignored."""
-    return jnp.take_along_axis(x, jnp.minimum(index, x.shape[-2] - 1)[..., None], axis=-2)
+def take_rows(keys: Array, values: Array, index: Array, how: Implementations) -> tuple[Array, Array]:
+    """Rows [B, S, D] of a layer's keys and values [B, K, T, D].
+
+    ``index`` [B, ...], S numbers for each row of the batch, counts over all heads; a number too large gives some row.
+    """
+    B, _, _, D = keys.shape
+    return pack_rows(
+        keys.reshape(B, -1, D),
+        values.reshape(B, -1, D),
+        index.reshape(B, -1),
+        implementation=how.pack_rows,
+        interpret=bool(how.interpret),
+    )
 
 
 def _put(x: Array, part: Array, axis: int, start: Array) -> Array:

@@ -9,17 +9,18 @@ import numpy as np
 from jax import lax
 
 from kvec_jax.arguments import check_count
-from kvec_jax.attention import prompt_attention
 from kvec_jax.cache import CompressedKV
 from kvec_jax.checks import check_policy, check_tokens
 from kvec_jax.forms import Form
+from kvec_jax.implementations import Implementations, resolve
 from kvec_jax.keeping import Keeper, keeper
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.models.transformer import Rotation, Transformer
 from kvec_jax.policies.base import Observation, Policy
 from kvec_jax.policies.prepared import prepare
 from kvec_jax.pool import Pool
-from kvec_jax.typing import Array
+from kvec_jax.prompt_attention import attend_prompt
+from kvec_jax.typing import Array, Implementation
 
 
 def prefill(
@@ -30,6 +31,7 @@ def prefill(
     *,
     reserve: int = 0,
     all_logits: bool = False,
+    implementation: Implementation | Implementations = None,
 ) -> tuple[Array, CompressedKV]:
     """Runs the model over prompts and keeps the part of the cache that the policy chooses.
 
@@ -44,12 +46,15 @@ def prefill(
         policy: What to keep.
         reserve: Room in the tail, in tokens, for ``extend`` and ``decode``.
         all_logits: Whether to return the logits of all tokens rather than of the last.
+        implementation: How operations are carried out: a name for all of them, or ``Implementations``; ``None`` takes
+            the platform's kernels where they support the case.
 
     Returns:
         Logits float32 [B, V] of each row's last token (or [B, T, V]), and the cache.
 
     Raises:
         TypeError, ValueError: For tokens, lengths or a policy that can't be.
+        UnsupportedError: If an implementation that was asked for by name can't do this.
 
     Example:
         >>> import kvec_jax as kv
@@ -62,12 +67,13 @@ def prefill(
     check_policy(policy)
     check_count("reserve", reserve, 0)
     tokens, lengths = check_tokens(model.config, tokens, lengths)
-    return _prefill(model, prepare(policy, model), tokens, lengths, policy, reserve, all_logits)
+    how = resolve(implementation, model)
+    return _prefill(model, prepare(policy, model), tokens, lengths, policy, reserve, all_logits, how)
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "reserve", "all_logits"))
-def _prefill(model, prepared, tokens, lengths, policy, reserve, all_logits):
-    return run_prefill(model, prepared, tokens, lengths, policy, reserve, all_logits)
+@functools.partial(jax.jit, static_argnames=("policy", "reserve", "all_logits", "how"))
+def _prefill(model, prepared, tokens, lengths, policy, reserve, all_logits, how):
+    return run_prefill(model, prepared, tokens, lengths, policy, reserve, all_logits, how)
 
 
 def run_prefill(
@@ -78,20 +84,27 @@ def run_prefill(
     policy: Policy | Form,
     reserve: int,
     all_logits: bool = False,
+    how: Implementations = Implementations(),
 ) -> tuple[Array, CompressedKV]:
     """``prefill`` without checks, to be called under ``jit``; ``prepared`` is what ``prepare`` gave."""
     if isinstance(policy, Form):
         return policy.read(model, prepared, tokens, lengths, reserve, all_logits)
     keep = keeper(policy, model.config, lengths, tokens.shape[1])
     memory = policy.scorer.init(model.config, *tokens.shape)
-    hidden, pool = read_layers(model, prepared, tokens, lengths, memory, keep)
+    hidden, pool = read_layers(model, prepared, tokens, lengths, memory, keep, how)
     if not all_logits:
         hidden = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     return model.unembed(hidden), as_cache(keep.finish(pool), model.config, lengths, reserve)
 
 
 def read_layers(
-    model: Transformer, prepared: Any, tokens: Array, lengths: Array, memory: Any, keep: Keeper
+    model: Transformer,
+    prepared: Any,
+    tokens: Array,
+    lengths: Array,
+    memory: Any,
+    keep: Keeper,
+    how: Implementations = Implementations(),
 ) -> tuple[Array, Any]:
     """The scan over the layers: hidden states [B, T, M] of the last one, and what ``keep`` carries at the end.
 
@@ -107,7 +120,17 @@ def read_layers(
         raw_queries, raw_keys, values = block.project(hidden)
         queries, keys = (rotation(x, is_local, layer) for x in (raw_queries, raw_keys))
         reach = layer_reach(config, is_local, T)
-        attended = prompt_attention(queries, keys, values, lengths, scale=config.scale, reach=reach)
+        attended, logsumexp = attend_prompt(
+            queries,
+            keys,
+            values,
+            lengths,
+            scale=config.scale,
+            reach=reach,
+            window=config.sliding_window,
+            implementation=how.prompt_attention,
+            interpret=bool(how.interpret),
+        )
         hidden = block.finish(hidden, attended)
         seen = Observation(
             queries=queries,
@@ -118,8 +141,10 @@ def read_layers(
             output_projection=block.o_proj[...].reshape(config.num_attention_heads, config.head_dim, -1),
             prepared=prepared,
             layer=keep.plan.ranks[layer],
+            logsumexp=logsumexp,
             num_layers=keep.plan.num_layers,
             config=config,
+            implementations=how,
         )
         pool, memory = keep.add(pool, layer, is_local, seen, memory)
         return (hidden, pool, memory), None

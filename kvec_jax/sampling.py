@@ -71,7 +71,7 @@ class Sample:
         logits = logits.astype(jnp.float32) / self.temperature
         V = logits.shape[-1]
         k = jnp.where(self.top_k > 0, self.top_k, V)
-        logits = jnp.where(top_k_mask(ordered_keys(logits), k), logits, -jnp.inf)
+        logits = jnp.where(top_k_mask(ordered_keys(logits), k, implementation="xla"), logits, -jnp.inf)
         probabilities = jax.nn.softmax(logits, axis=-1)
         logits = jnp.where(_nucleus(probabilities, self.top_p), logits, -jnp.inf)
         floor = self.min_p * jnp.max(probabilities, axis=-1, keepdims=True)

@@ -3,12 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 
-from kvec_jax.online_softmax import LOWEST
-from kvec_jax.typing import Array
+from kvec_jax.pallas.dispatch import choose, differentiable
+from kvec_jax.typing import Array, Implementation
 
 KEY_BLOCK = 1024
 
@@ -17,67 +15,84 @@ def window_scores(
     queries: Array,
     positions: Array,
     keys: Array,
-    reduce: Callable[[Array], Any],
+    reduce: Callable[[Array, Array], Any],
     *,
     scale: float,
+    rivals: Callable[[Array], Array] | None = None,
+    logsumexp: Array | None = None,
+    implementation: Implementation = None,
+    interpret: bool = False,
 ) -> Any:
     """Causal softmax attention of a few queries over all keys, reduced to statistics of each key.
 
-    The weights [N, W, T] never exist at once: the keys are read twice, block by block, first for the softmax's
-    denominators, then for the statistics.
+    The weights [N, W, T] never exist at once: the keys are read block by block, once if the softmax's denominators are
+    known, and twice otherwise. ``reduce`` and ``rivals`` are traced into every implementation, kernels included, so
+    that a scorer states its statistics once.
 
     Args:
         queries: [B, N, W, D], after RoPE.
-        positions: int32 [B, W] of the queries; the rows of those below 0 are zeros.
+        positions: int32 [B, W] of the queries; those below 0 look at nothing: their rows of weights are zeros.
         keys: [B, K, T, D], key t at position t. No query is at or after a row's padding, so padding gets no weight.
-        reduce: From weights float32 [B, K, G, W, S] of a block of S keys to any pytree of arrays [..., S]; it treats
-            the keys one by one.
+        reduce: Called with the weights float32 [G, W, S] of one key-value head's queries over some S keys, and bool
+            [W, 1], which of the queries look. Gives any pytree of arrays [..., S]. Kernels add heads behind and queries
+            in front, with weights of zero, so it only adds up, or takes the largest, over heads and queries: a mean is
+            a sum divided by the number that the caller knows. It may not hold arrays.
         scale: Factor on the logits.
+        rivals: Called like ``reduce``, with the weights alone; gives [W, S]. Its largest over the key-value heads,
+            added up over the queries, is returned too.
+        logsumexp: float32 [B, N, W], log-sum-exp of the queries' logits over the keys they see, where it is known.
+        implementation: See ``kvec_jax.Implementations``.
+        interpret: Whether a kernel is interpreted.
 
     Returns:
-        The pytree that ``reduce`` gives, with T in place of S.
+        The pytree that ``reduce`` gives, with [B, K, ..., T] in place of [..., S]; with ``rivals``, a pair of that and
+        float32 [B, T].
+
+    Raises:
+        UnsupportedError: If the implementation that was asked for can't do this.
 
     Example:
         >>> x = jnp.ones((1, 1, 3, 2))
-        >>> window_scores(x, jnp.array([[0, 1, 2]]), x, lambda weights: weights[0, 0, 0, -1], scale=1.0).tolist()
-        [0.3333333432674408, 0.3333333432674408, 0.3333333432674408]
+        >>> def mean(weights, looks):
+        ...     return jnp.sum(weights, axis=(0, 1)) / 3
+        >>> window_scores(x, jnp.array([[0, 1, 2]]), x, mean, scale=1.0)[0, 0].round(3).tolist()
+        [0.6110000014305115, 0.2780000120401382, 0.11100000143051147]
     """
     B, N, W, D = queries.shape
-    K, T = keys.shape[1:3]
-    block = min(KEY_BLOCK, T)
-    blocks = -(-T // block)
-    keys = jnp.pad(keys, [(0, 0), (0, 0), (0, blocks * block - T), (0, 0)])
+    K = keys.shape[1]
     queries = queries.reshape(B, K, N // K, W, D)
+    if logsumexp is not None:
+        logsumexp = logsumexp.reshape(B, K, N // K, W)
 
-    def logits(i):
-        part = lax.dynamic_slice_in_dim(keys, i * block, block, axis=2)
-        values = jnp.einsum("BKGWD,BKSD->BKGWS", queries, part, preferred_element_type=jnp.float32) * scale
-        visible = i * block + jnp.arange(block) <= positions[..., None]  # [B, W, S]
-        return jnp.where(visible[:, None, None], values, -jnp.inf)
+    def run(name):
+        kernels = _kernels(name)
 
-    start = jnp.full((B, K, N // K, W), LOWEST), jnp.zeros((B, K, N // K, W))
-    maximum, total = lax.fori_loop(0, blocks, lambda i, state: _add_block(state, logits(i)), start)
-    total = jnp.where(total == 0, 1.0, total)
+        def scores(queries, positions, keys, logsumexp):
+            if logsumexp is None:
+                logsumexp = kernels.logsumexp(queries, positions, keys, scale, interpret)
+            return kernels.statistics(queries, positions, keys, logsumexp, reduce, rivals, scale, interpret)
 
-    def statistics(i):
-        return reduce(jnp.exp(logits(i) - maximum[..., None]) / total[..., None])
+        return scores
 
-    parts = lax.map(statistics, jnp.arange(blocks))  # [blocks, ..., block]
-    return jax.tree.map(lambda x: _join(x)[..., :T], parts)
-
-
-def _add_block(state: tuple[Array, Array], logits: Array) -> tuple[Array, Array]:
-    """Running maximum and sum of exponentials after one more block."""
-    maximum, total = state
-    larger = jnp.maximum(maximum, jnp.max(logits, axis=-1))
-    added = jnp.sum(jnp.exp(logits - larger[..., None]), axis=-1)
-    return larger, total * jnp.exp(maximum - larger) + added
+    chosen = choose("window_scores", implementation, **_refusals(queries, keys))
+    function = run("xla") if chosen == "xla" else differentiable(run(chosen), run("xla"))
+    found, peak = function(queries, positions, keys, logsumexp)
+    return found if rivals is None else (found, peak)
 
 
-def _join(parts: Array) -> Array:
-    """[blocks, ..., S] to [..., blocks * S]."""
-    parts = jnp.moveaxis(parts, 0, -2)
-    return parts.reshape(*parts.shape[:-2], -1)
+def _refusals(queries: Array, keys: Array) -> dict[str, str | None]:
+    return {name: _kernels(name).refusal(queries, keys) for name in ("pallas_tpu", "pallas_gpu")}
+
+
+def _kernels(name: str):
+    """The module of an implementation; all have ``statistics`` and ``logsumexp``."""
+    if name == "pallas_tpu":
+        from kvec_jax.pallas import window_scores_tpu as kernels
+    elif name == "pallas_gpu":
+        from kvec_jax.pallas import window_scores_triton as kernels
+    else:
+        from kvec_jax.pallas import window_scores_reference as kernels
+    return kernels
 
 
 def pool_scores(scores: Array, lengths: Array, kernel: int, pooling: str) -> Array:

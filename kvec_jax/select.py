@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvec_jax.typing import Array
+from kvec_jax.pallas.dispatch import choose
+from kvec_jax.typing import Array, Implementation
 
 
 def ordered_keys(scores: Array) -> Array:
@@ -35,7 +36,14 @@ LOWEST_KEY = -(2**31)
 FIRST_KEY = 2**31 - 1
 
 
-def top_k_mask(keys: Array, k: Array, rank: Array | None = None) -> Array:
+def top_k_mask(
+    keys: Array,
+    k: Array,
+    rank: Array | None = None,
+    *,
+    implementation: Implementation = None,
+    interpret: bool = False,
+) -> Array:
     """Marks the ``k`` largest keys along the last axis; of equal ones those that come first.
 
     The k-th largest key is found bit by bit: 32 counts of how many keys are at least a candidate. No sort, exact for
@@ -45,20 +53,39 @@ def top_k_mask(keys: Array, k: Array, rank: Array | None = None) -> Array:
         keys: int32 [..., S], see ``ordered_keys``.
         k: int32 [...] or scalar, how many to mark; from 0 up. All are marked where ``k >= S``.
         rank: int32 [..., S], distinct and from 0 up: which of equal keys comes first. ``None`` means the lower index.
+        implementation: See ``kvec_jax.Implementations``.
+        interpret: Whether a kernel is interpreted.
 
     Returns:
         bool [..., S].
+
+    Raises:
+        UnsupportedError: If the implementation that was asked for can't do this.
 
     Example:
         >>> top_k_mask(jnp.array([3, 1, 3, 3]), 2).tolist()
         [True, False, True, False]
     """
+    from kvec_jax.pallas import select_top_k_tpu, select_top_k_triton  # not before kernels may be needed
+
     k = jnp.broadcast_to(jnp.asarray(k, jnp.int32), keys.shape[:-1])
+    refusals = dict(pallas_tpu=select_top_k_tpu.refusal(keys, rank), pallas_gpu=select_top_k_triton.refusal(keys, rank))
+    chosen = choose("select_top_k", implementation, **refusals)
+    if chosen == "xla":
+        return _top_k_mask(keys, k, rank)
+    kernels = select_top_k_tpu if chosen == "pallas_tpu" else select_top_k_triton
+    S = keys.shape[-1]
+    rank = None if rank is None else rank.reshape(-1, S)
+    mask = kernels.top_k_mask(keys.reshape(-1, S), jnp.minimum(k.reshape(-1), S), rank, interpret)
+    return mask.reshape(keys.shape)
+
+
+def _top_k_mask(keys: Array, k: Array, rank: Array | None) -> Array:
     above, equal = split_at_largest(keys, lambda marked: jnp.sum(marked, axis=-1, dtype=jnp.int32) >= k)
     room = k - jnp.sum(above, axis=-1, dtype=jnp.int32)
     if rank is None:
         return above | (equal & (jnp.cumsum(equal, axis=-1) <= room[..., None]))
-    return above | (equal & top_k_mask(jnp.where(equal, -rank, LOWEST_KEY), room))
+    return above | (equal & _top_k_mask(jnp.where(equal, -rank, LOWEST_KEY), room, None))
 
 
 def split_at_largest(keys: Array, enough: Callable[[Array], Array]) -> tuple[Array, Array]:

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvec_jax import attention, segments
-from kvec_jax.attention import cache_attention, prompt_attention
+from kvec_jax import attention, prompt_attention, segments
+from kvec_jax.attention import cache_attention
 from kvec_jax.cache import CompressedKV
+from kvec_jax.prompt_attention import attend_prompt
 from tests.oracle.forward import attend
 
 SHAPES = [(2, 1, 16), (2, 3, 64), (1, 4, 16), (1, 8, 64)]  # K, G, D
@@ -23,8 +24,9 @@ def normal(rng, *shape):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Many blocks, the last ones partial, at sizes that are quick."""
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 16)
     monkeypatch.setattr(attention, "KEY_BLOCK", 24)
+    monkeypatch.setattr(prompt_attention, "QUERY_BLOCK", 16)
+    monkeypatch.setattr(prompt_attention, "KEY_BLOCK", 24)
     monkeypatch.setattr(segments, "EQUAL_BLOCK", 8)
     monkeypatch.setattr(segments, "RAGGED_BLOCK", 8)
     monkeypatch.setattr(segments, "RAGGED_BATCH", 3)
@@ -36,7 +38,7 @@ def test_prompt(small_blocks, shape, reaches):
     (K, G, D), T, lengths = shape, 75, [75, 41, 3]
     rng = np.random.default_rng(0)
     q, k, v = normal(rng, 3, K * G, T, D), normal(rng, 3, K, T, D), normal(rng, 3, K, T, D)
-    run = jax.jit(lambda *a, reach: prompt_attention(*a, scale=SCALE, reach=reach))
+    run = jax.jit(lambda *a, reach: attend_prompt(*a, scale=SCALE, reach=reach)[0])
     for reach in reaches:
         got = run(q, k, v, jnp.array(lengths), reach=reach)
         back = np.arange(T)[:, None] - np.arange(T)
@@ -49,10 +51,10 @@ def test_prompt(small_blocks, shape, reaches):
 def test_prompt_of_one_block_and_in_default_blocks_are_the_same(monkeypatch):
     rng = np.random.default_rng(1)
     q, k, v = normal(rng, 1, 4, 700, 16), normal(rng, 1, 2, 700, 16), normal(rng, 1, 2, 700, 16)
-    blocks = prompt_attention(q, k, v, jnp.array([700]), scale=SCALE)
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 1024)
-    monkeypatch.setattr(attention, "KEY_BLOCK", 1024)
-    np.testing.assert_allclose(blocks, prompt_attention(q, k, v, jnp.array([700]), scale=SCALE), atol=1e-5)
+    blocks = attend_prompt(q, k, v, jnp.array([700]), scale=SCALE)[0]
+    monkeypatch.setattr(prompt_attention, "QUERY_BLOCK", 1024)
+    monkeypatch.setattr(prompt_attention, "KEY_BLOCK", 1024)
+    np.testing.assert_allclose(blocks, attend_prompt(q, k, v, jnp.array([700]), scale=SCALE)[0], atol=1e-5)
 
 
 def build(rng, counts, D, segment_rows, tail_length, tail_capacity, dtype=np.float32, spare=5, rows=None):
@@ -193,5 +195,5 @@ def test_a_padded_prompt_forms_no_matrix_of_all_pairs():
     B, N, K, T, D = 1, 4, 2, 4096, 16
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((B, N, T, D), (B, K, T, D), (B, K, T, D))]
     lengths = jax.ShapeDtypeStruct((B,), jnp.int32)
-    compiled = jax.jit(lambda *a: prompt_attention(*a, scale=SCALE)).lower(*shapes, lengths).compile()
+    compiled = jax.jit(lambda *a: attend_prompt(*a, scale=SCALE)).lower(*shapes, lengths).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < T * T

@@ -1,6 +1,9 @@
 """Which implementation of an operation runs."""
 
+from collections.abc import Callable
 from typing import get_args
+
+import jax
 
 from kvec_jax.errors import UnsupportedError
 from kvec_jax.pallas.compat import default_platform
@@ -40,6 +43,25 @@ def choose(operation: str, implementation: Implementation, **refusals: str | Non
     if reason is not None:
         raise UnsupportedError(f"{operation}: implementation={implementation!r} can't do this case: {reason}")
     return implementation
+
+
+def differentiable(kernel: Callable, reference: Callable) -> Callable:
+    """The ``kernel`` with the derivatives of the plain ``reference``, which is computed for them again.
+
+    Args:
+        kernel: Function of pytrees of arrays.
+        reference: Of the same, with the same result.
+    """
+
+    def forward(*arguments):
+        return kernel(*arguments), arguments
+
+    def backward(arguments, cotangents):
+        return jax.vjp(reference, *arguments)[1](cotangents)
+
+    function = jax.custom_vjp(kernel)
+    function.defvjp(forward, backward)
+    return function
 
 
 def check_implementation(name: str, value) -> None:

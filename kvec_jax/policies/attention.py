@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvec_jax.policies.base import Observation, Policy, Stateless
-from kvec_jax.scores import window_scores
 from kvec_jax.typing import Array
 
 # Queries that look at the keys at a time.
@@ -22,12 +21,12 @@ class LastAttention(Stateless):
 
     def score(self, seen: Observation, carry: None) -> tuple[Array, None]:
         """Mean over the N query heads, the same for every key-value head, float32 [B, K, T]."""
-        queries, positions = seen.last_queries(1)
 
-        def mean(weights):
-            return jnp.mean(weights, axis=(1, 2, 3))
+        def total(weights, looks):
+            return jnp.sum(jnp.sum(weights, axis=0), axis=0)
 
-        return seen.per_head(window_scores(queries, positions, seen.keys, mean, scale=seen.scale)), carry
+        heads = seen.window_scores(1, total) / seen.group
+        return seen.per_head(jnp.mean(heads, axis=1)), carry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +45,11 @@ class ReceivedAttention(Stateless):
             at = start + jnp.arange(block)
             # Padding, and queries that the block before had already, look at nothing.
             looks = (at >= i * block) & (at < seen.lengths[:, None])
-            queries = lax.dynamic_slice_in_dim(seen.queries, start, block, axis=2)
 
-            def received(weights):
-                return jnp.sum(jnp.mean(weights, axis=2), axis=2)
+            def received(weights, looks):
+                return jnp.sum(jnp.sum(weights, axis=0) / seen.group, axis=0)
 
-            return total + window_scores(queries, jnp.where(looks, at, -1), seen.keys, received, scale=seen.scale)
+            return total + seen.block_scores(start, jnp.where(looks, at, -1), received)
 
         blocks = -(-jnp.max(seen.lengths) // block)
         total = lax.fori_loop(0, blocks, add, jnp.zeros((B, K, T)))

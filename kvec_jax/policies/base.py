@@ -2,15 +2,19 @@
 
 import dataclasses
 import numbers
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kvec_jax.arguments import check_choice, check_count
+from kvec_jax.implementations import Implementations
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.policies.budgets import BudgetRule, Even
-from kvec_jax.select import FIRST_KEY, LOWEST_KEY, ordered_keys
+from kvec_jax.scores import window_scores
+from kvec_jax.select import FIRST_KEY, LOWEST_KEY, ordered_keys, top_k_mask
 from kvec_jax.typing import Array
 
 Scope = Literal["head", "layer", "model"]
@@ -33,8 +37,10 @@ class Observation:
         output_projection: [N, D, M], W_O of each head.
         prepared: What the scorer's ``prepare`` made of this layer's weights.
         layer: int32 scalar, traced: number of the layer among those that compress.
+        logsumexp: float32 [B, N, T], log-sum-exp of the queries' logits, where the attention gives it.
         num_layers: Static. How many layers compress.
         config: Static. Of the model.
+        implementations: Static. How operations are carried out.
     """
 
     queries: Array
@@ -45,13 +51,20 @@ class Observation:
     output_projection: Array
     prepared: Any
     layer: Array
+    logsumexp: Array | None = None
     num_layers: int = dataclasses.field(metadata={"static": True})
     config: ModelConfig = dataclasses.field(metadata={"static": True})
+    implementations: Implementations = dataclasses.field(default=Implementations(), metadata={"static": True})
 
     @property
     def scale(self) -> float:
         """Factor on the logits of attention."""
         return self.config.scale
+
+    @property
+    def group(self) -> int:
+        """G: query heads of each key-value head."""
+        return self.config.num_attention_heads // self.config.num_key_value_heads
 
     def last_queries(self, count: int) -> tuple[Array, Array]:
         """Queries of each row's last ``count`` real tokens.
@@ -63,6 +76,49 @@ class Observation:
         positions = self.lengths[:, None] - count + jnp.arange(count)
         index = jnp.maximum(positions, 0)[:, None, :, None]
         return jnp.take_along_axis(self.queries, index, axis=2), positions
+
+    def window_scores(self, count: int, reduce: Callable, rivals: Callable | None = None) -> Any:
+        """Statistics of the attention that each row's last ``count`` tokens pay to every entry.
+
+        Args:
+            count: Queries that look; static.
+            reduce: What to make of their weights, see ``kvec_jax.scores.window_scores``.
+            rivals: Likewise.
+
+        Returns:
+            As ``kvec_jax.scores.window_scores``.
+        """
+        queries, positions = self.last_queries(count)
+        logsumexp = self.logsumexp
+        if logsumexp is not None:
+            logsumexp = jnp.take_along_axis(logsumexp, jnp.maximum(positions, 0)[:, None], axis=2)
+        return self._scores(queries, positions, logsumexp, reduce, rivals)
+
+    def block_scores(self, start: Array, positions: Array, reduce: Callable) -> Any:
+        """``window_scores`` of the queries from ``start`` on, at ``positions`` [B, W]; negative ones do not look."""
+        queries, logsumexp = (
+            None if x is None else lax.dynamic_slice_in_dim(x, start, positions.shape[1], axis=2)
+            for x in (self.queries, self.logsumexp)
+        )
+        return self._scores(queries, positions, logsumexp, reduce, None)
+
+    def _scores(self, queries, positions, logsumexp, reduce, rivals):
+        return window_scores(
+            queries,
+            positions,
+            self.keys,
+            reduce,
+            scale=self.scale,
+            rivals=rivals,
+            logsumexp=logsumexp,
+            implementation=self.implementations.window_scores,
+            interpret=bool(self.implementations.interpret),
+        )
+
+    def best(self, order: Array, k: Array, rank: Array | None = None) -> Array:
+        """Marks the ``k`` best, see ``kvec_jax.select.top_k_mask``."""
+        how = self.implementations
+        return top_k_mask(order, k, rank, implementation=how.select_top_k, interpret=bool(how.interpret))
 
     def per_head(self, scores: Array) -> Array:
         """Gives the same scores [B, T] to every key-value head: [B, K, T]."""

@@ -229,7 +229,7 @@ def largest_remainder(shares: Array, total: Array) -> Array:
     """Whole numbers near ``shares`` float32 [B, n] that add up to ``total`` int32 [B]; ties: lower index."""
     whole = jnp.floor(shares)
     left = total - jnp.sum(whole, axis=-1).astype(jnp.int32)
-    return whole.astype(jnp.int32) + top_k_mask(ordered_keys(shares - whole), left)
+    return whole.astype(jnp.int32) + top_k_mask(ordered_keys(shares - whole), left, implementation="xla")
 
 
 def check_tokens(tokens) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from kvec_jax.arguments import check_count, check_kernel
 from kvec_jax.policies.base import Observation, Policy, Scores, Stateless
 from kvec_jax.policies.budgets import Even, largest_remainder, most_tokens, resolve_tokens, settle
-from kvec_jax.scores import pool_scores, window_scores
+from kvec_jax.scores import pool_scores
 from kvec_jax.typing import Array
 
 
@@ -27,20 +27,18 @@ class ShiftingAttention(Stateless):
 
     def score(self, seen: Observation, carry: None) -> tuple[Scores, None]:
         """Pooled indicator float32 [B, K, T], and the layer's preference [B]."""
-        queries, positions = seen.last_queries(self.window)
-        rows = jnp.clip(seen.lengths, 2, self.window)[:, None, None, None]
-        looks = (positions >= 0)[:, None, None, :, None]
 
-        def reduce(weights):  # [B, K, G, W, S]
-            mean = jnp.sum(weights, axis=3) / rows
-            spread = jnp.sum(jnp.where(looks, jnp.square(weights - mean[:, :, :, None]), 0), axis=3) / (rows - 1)
-            entropy = -jnp.sum(weights * jnp.log(weights + 1e-10), axis=(1, 2, 3))
-            return jnp.mean(mean + self.gamma * spread, axis=2), entropy, jnp.sum(spread, axis=(1, 2))
+        def reduce(weights, looks):  # [G, W, S]
+            rows = jnp.maximum(jnp.sum(looks.astype(jnp.float32)), 2)
+            mean = jnp.sum(weights, axis=1) / rows
+            spread = jnp.sum(jnp.where(looks, jnp.square(weights - mean[:, None]), 0), axis=1) / (rows - 1)
+            entropy = -jnp.sum(jnp.sum(weights * jnp.log(weights + 1e-10), axis=0), axis=0)
+            return jnp.sum(mean + self.gamma * spread, axis=0) / seen.group, entropy, jnp.sum(spread, axis=0)
 
-        indicator, entropy, spread = window_scores(queries, positions, seen.keys, reduce, scale=seen.scale)
+        indicator, entropy, spread = seen.window_scores(self.window, reduce)
         prefix = seen.lengths - self.window
-        inside = jnp.arange(indicator.shape[-1]) < prefix[:, None]
-        entropy, spread = (jnp.sum(jnp.where(inside, x, 0), axis=-1) for x in (entropy, spread))
+        inside = jnp.arange(indicator.shape[-1]) < prefix[:, None, None]
+        entropy, spread = (jnp.sum(jnp.where(inside, x, 0), axis=(1, 2)) for x in (entropy, spread))
         preference = jnp.maximum(entropy, 0) ** (1 / self.tau1) * jnp.maximum(spread, 0) ** (1 / self.tau2)
         return Scores(pool_scores(indicator, prefix, self.kernel, "avg"), preference=preference), carry
 

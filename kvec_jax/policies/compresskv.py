@@ -11,7 +11,7 @@ from kvec_jax.calibrate.file import Calibration, load_calibration
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.policies.base import Observation, Policy, Stateless
 from kvec_jax.policies.budgets import Weighted
-from kvec_jax.scores import pool_scores, window_scores
+from kvec_jax.scores import pool_scores
 from kvec_jax.typing import Array
 
 
@@ -44,14 +44,13 @@ class RetrievalHeads(Stateless):
 
     def score(self, seen: Observation, carry: None) -> tuple[Array, None]:
         """Pooled mean attention of the layer's retrieval heads, float32 [B, K, T]."""
-        queries, positions = seen.last_queries(self.window)
-        B, N = queries.shape[:2]
-        weights = jnp.asarray(self._weights(N))[seen.layer].reshape(1, seen.keys.shape[1], -1, 1)
+        K, N = seen.config.num_key_value_heads, seen.config.num_attention_heads
+        weights = jnp.asarray(self._weights(N))[seen.layer].reshape(1, K, N // K, 1)
 
-        def mean(attention):  # [B, K, G, W, S]
-            return jnp.sum(weights * jnp.sum(attention, axis=3), axis=(1, 2))
+        def total(attention, looks):  # [G, W, S]
+            return jnp.sum(attention, axis=1)
 
-        scores = window_scores(queries, positions, seen.keys, mean, scale=seen.scale)
+        scores = jnp.sum(weights * seen.window_scores(self.window, total), axis=(1, 2))
         scores = scores / jnp.minimum(seen.lengths, self.window)[:, None]
         return pool_scores(seen.per_head(scores), seen.lengths - self.window, self.kernel, "avg"), carry
 

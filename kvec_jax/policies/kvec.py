@@ -4,11 +4,12 @@ import dataclasses
 from typing import Any, Literal
 
 import jax.numpy as jnp
+from jax import lax
 
 from kvec_jax.arguments import check_choice, check_count, check_kernel
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.policies.base import Observation, Policy, Scores, Stateless
-from kvec_jax.scores import pool_scores, window_scores
+from kvec_jax.scores import pool_scores
 from kvec_jax.select import ordered_keys, top_k_mask
 from kvec_jax.typing import Array
 
@@ -64,15 +65,20 @@ class Coverage(Stateless):
 
     def _attention(self, seen: Observation) -> tuple[Array, Array, Array]:
         """Mean attention of window and extended window [B, K, T] (eq. 8, 11), and importance [B, T] (eq. 13)."""
-        queries, positions = seen.last_queries(self.extended_window)
 
-        def reduce(weights):  # [B, K, G, W, S]
-            grouped = jnp.mean(weights, axis=2)
-            recent = grouped[:, :, -self.window :]
-            rivals = weights[:, :, :, -self.window :].max(axis=2) if self.importance == "query" else recent
-            return recent.sum(axis=2), grouped.sum(axis=2), rivals.max(axis=1).sum(axis=1)
+        def recent(weights):  # [W, S], those of the shorter window
+            at = lax.broadcasted_iota(jnp.int32, weights.shape, 0)
+            return jnp.where(at >= weights.shape[0] - self.window, weights, 0)
 
-        own, extended, importance = window_scores(queries, positions, seen.keys, reduce, scale=seen.scale)
+        def reduce(weights, looks):  # [G, W, S]
+            grouped = jnp.sum(weights, axis=0) / seen.group
+            return jnp.sum(recent(grouped), axis=0), jnp.sum(grouped, axis=0)
+
+        def rivals(weights):
+            each = self.importance == "query"
+            return recent(jnp.max(weights, axis=0) if each else jnp.sum(weights, axis=0) / seen.group)
+
+        (own, extended), importance = seen.window_scores(self.extended_window, reduce, rivals)
         rows = jnp.minimum(seen.lengths, self.window)
         extended_rows = jnp.minimum(seen.lengths, self.extended_window)
         return own / rows[:, None, None], extended / extended_rows[:, None, None], importance / rows[:, None]
@@ -83,7 +89,7 @@ class Coverage(Stateless):
         mean = jnp.sum(jnp.where(inside, scores, 0), axis=-1) / count
         deviations = jnp.where(inside, scores - mean[..., None], 0)
         variance = jnp.sum(deviations * deviations, axis=-1) / count  # ranks as the standard deviation does
-        return top_k_mask(ordered_keys(-variance), self.unfocused_heads)[..., None]
+        return top_k_mask(ordered_keys(-variance), self.unfocused_heads, implementation="xla")[..., None]
 
 
 def KVec(

@@ -1,6 +1,7 @@
 """LaProx: output-aware scores, one selection over the whole model, https://arxiv.org/abs/2605.07234."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -9,8 +10,9 @@ from jax import lax
 
 from kvec_jax.arguments import check_choice, check_count, check_kernel
 from kvec_jax.policies.base import Observation, Policy, Scope, Stateless
-from kvec_jax.scores import pool_scores, window_scores
+from kvec_jax.scores import pool_scores
 from kvec_jax.typing import Array
+from kvec_jax.value_norms import quadratic_forms, value_norms
 
 Reading = Literal["attn_mean", "score_mean", "exact"]
 
@@ -44,34 +46,29 @@ class OutputContribution(Stateless):
         return scores, carry
 
     def _attn_mean(self, seen: Observation, prefix: Array) -> Array:
-        queries, positions = seen.last_queries(self.window)
 
-        def norm(weights):
-            return jnp.sqrt(jnp.sum(jnp.square(jnp.mean(weights, axis=2)), axis=2))
+        def norm(weights, looks):
+            return jnp.sqrt(jnp.sum(jnp.square(jnp.sum(weights, axis=0) / seen.group), axis=0))
 
-        columns = window_scores(queries, positions, seen.keys, norm, scale=seen.scale)
+        columns = seen.window_scores(self.window, norm)
         return self._pool(columns, prefix) * jnp.mean(_output_norms(seen), axis=2)
 
     def _score_mean(self, seen: Observation, prefix: Array) -> Array:
-        queries, positions = seen.last_queries(self.window)
         B, K, T, _ = seen.keys.shape
 
-        def norm(weights):
-            return jnp.sqrt(jnp.sum(jnp.square(weights), axis=3))
+        def norm(weights, looks):
+            return jnp.sqrt(jnp.sum(jnp.square(weights), axis=1))
 
-        columns = window_scores(queries, positions, seen.keys, norm, scale=seen.scale)  # [B, K, G, T]
+        columns = seen.window_scores(self.window, norm)  # [B, K, G, T]
         columns = self._pool(columns.reshape(B, -1, T), prefix).reshape(columns.shape)
         return jnp.mean(columns * _output_norms(seen), axis=2)
 
     def _exact(self, seen: Observation, prefix: Array) -> Array:
-        queries, positions = seen.last_queries(self.window)
+        def products(weights, looks):
+            return jnp.sum(weights[:, None] * weights[None], axis=2)
 
-        def products(weights):
-            return jnp.einsum("BKGWS,BKHWS->BKGHS", weights, weights, precision=lax.Precision.HIGHEST)
-
-        columns = window_scores(queries, positions, seen.keys, products, scale=seen.scale)
-        values = seen.values.astype(jnp.float32)
-        rows = jnp.einsum("BKTD,KGHDE,BKTE->BKGHT", values, seen.prepared, values, precision=lax.Precision.HIGHEST)
+        columns = seen.window_scores(self.window, products)  # [B, K, G, G, T]
+        rows = _through_grams(quadratic_forms, seen).reshape(columns.shape)
         return self._pool(jnp.sqrt(jnp.maximum(jnp.sum(columns * rows, axis=(2, 3)), 0)), prefix)
 
     def _pool(self, scores: Array, prefix: Array) -> Array:
@@ -87,11 +84,14 @@ _READINGS = {
 
 def _output_norms(seen: Observation) -> Array:
     """||v W_O|| of every entry through each query head of its group, float32 [B, K, G, T], by the Gram matrices."""
-    B, K, T, D = seen.values.shape
-    values = seen.values.astype(jnp.float32)
+    return _through_grams(value_norms, seen)
+
+
+def _through_grams(operation: Callable, seen: Observation) -> Array:
+    _, K, _, D = seen.values.shape
+    how = seen.implementations
     grams = seen.prepared.reshape(K, -1, D, D)
-    through = jnp.einsum("BKTD,KGDE->BKGTE", values, grams, precision=lax.Precision.HIGHEST)
-    return jnp.sqrt(jnp.maximum(jnp.sum(through * values[:, :, None], axis=-1), 0))
+    return operation(seen.values, grams, implementation=how.value_norms, interpret=bool(how.interpret))
 
 
 def _grams(projection: Array, config, crossed: bool) -> Array:

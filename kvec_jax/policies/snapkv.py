@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from kvec_jax.arguments import check_choice, check_count, check_kernel
 from kvec_jax.policies.base import Observation, Policy, Stateless
-from kvec_jax.scores import pool_scores, window_scores
+from kvec_jax.scores import pool_scores
 from kvec_jax.typing import Array
 
 
@@ -35,13 +35,12 @@ class WindowAttention(Stateless):
 
     def score(self, seen: Observation, carry: None) -> tuple[Array, None]:
         """Pooled mean attention float32 [B, K, T]."""
-        queries, positions = seen.last_queries(self.window)
         rows = jnp.minimum(seen.lengths, self.window)[:, None, None]
 
-        def mean(weights):
-            return jnp.sum(jnp.mean(weights, axis=2), axis=2)  # over the group, then the window: [B, K, S]
+        def mean(weights, looks):
+            return jnp.sum(jnp.sum(weights, axis=0) / seen.group, axis=0)  # over the group, then the window
 
-        scores = window_scores(queries, positions, seen.keys, mean, scale=seen.scale) / rows
+        scores = seen.window_scores(self.window, mean) / rows
         return pool_scores(scores, seen.lengths - self.window, self.kernel, self.pooling), carry
 
 

@@ -7,11 +7,11 @@ import pytest
 from jax import lax
 
 import kvec_jax as kv
-from kvec_jax.attention import prompt_attention
 from kvec_jax.calibrate.file import load_calibration
 from kvec_jax.demo import reference_text
 from kvec_jax.models.transformer import Rotation
 from kvec_jax.prefill import layer_inputs
+from kvec_jax.prompt_attention import attend_prompt
 from tests.models.test_real import load
 from tests.oracle import budgets, policies
 from tests.oracle.forward import Trace, softmax
@@ -31,7 +31,7 @@ def activations(model, tokens, lengths):
         number, is_local, block = inputs
         queries, keys, values = block.project(hidden)
         queries, keys = (rotation(x, is_local, number) for x in (queries, keys))
-        attended = prompt_attention(queries, keys, values, lengths, scale=model.config.scale)
+        attended, _ = attend_prompt(queries, keys, values, lengths, scale=model.config.scale)
         return block.finish(hidden, attended), (queries, keys, values)
 
     return lax.scan(layer, model.embed(tokens), layer_inputs(model))[1]
