@@ -5,6 +5,7 @@ nothing moves unsaid. On CPU both are the same memory, and arrays stay where the
 """
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from kvec_jax.typing import Array
@@ -36,7 +37,6 @@ def fetch(x: Array, start: tuple, shape: tuple[int, ...]) -> Array:
         shape: Of the piece.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> jax.jit(lambda x: fetch(to_host(x), (1, 0), (1, 2)))(jnp.arange(6.0).reshape(3, 2)).tolist()
         [[2.0, 3.0]]
     """
@@ -46,3 +46,9 @@ def fetch(x: Array, start: tuple, shape: tuple[int, ...]) -> Array:
 def is_on_host(x: Array) -> bool:
     """Whether ``x`` lies in the memory of the host by its type, on CPU as elsewhere."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def take(x: Array, index: Array, axis: int) -> Array:
+    """Entries of ``x`` along an axis, in the memory in which ``x`` lies; on the way they pass through the device's."""
+    taken = jnp.take(to_device(x), index, axis=axis)
+    return to_host(taken) if is_on_host(x) else taken

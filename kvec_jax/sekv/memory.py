@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from kvec_jax import host
 from kvec_jax.online_softmax import Partial
 from kvec_jax.sekv.zoom import attend_spans
 from kvec_jax.typing import Array
@@ -79,4 +80,4 @@ class SpanMemory:
         axes = dict.fromkeys(("counts", "ranks", "offsets", "allowed", "fetched"), 0)
         axes |= dict.fromkeys(("keys", "values", "factors", "slot_spans", "slots", "norms"), 1)
         taken = {name: getattr(self, name) for name in axes if getattr(self, name) is not None}
-        return dataclasses.replace(self, **{name: jnp.take(x, index, axis=axes[name]) for name, x in taken.items()})
+        return dataclasses.replace(self, **{name: host.take(x, index, axes[name]) for name, x in taken.items()})
