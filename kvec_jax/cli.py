@@ -118,6 +118,11 @@ def _add_generate(commands) -> None:
     )
     add_policy_arguments(generate)
     add_answer_arguments(generate)
+    generate.add_argument(
+        "--implementation",
+        choices=["xla", "pallas_tpu", "pallas_gpu"],
+        help="how operations are carried out (default: the platform's kernels where they can, XLA otherwise)",
+    )
     generate.set_defaults(run=_generate)
 
 
@@ -193,6 +198,7 @@ def _generate(arguments: argparse.Namespace) -> None:
         sampler=sampler,
         key=jax.random.key(arguments.seed),
         stream=write if arguments.stream else None,
+        implementation=arguments.implementation,
     )
     print("" if arguments.stream else output.text, flush=True)
     print(summary(output.stats), file=sys.stderr)

@@ -18,6 +18,7 @@ from kvec_jax.contexts import Context
 from kvec_jax.decoding import advance, begin
 from kvec_jax.generate import check_key, end_tokens
 from kvec_jax.identity import ModelIdentity, identity_of
+from kvec_jax.implementations import Implementations, resolve
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.models.transformer import Transformer
 from kvec_jax.policies import FullCache, Policy
@@ -25,7 +26,7 @@ from kvec_jax.policies.prepared import prepare
 from kvec_jax.prefill import run_prefill
 from kvec_jax.running import Output, Run, Stats, bucket, listeners, pad_prompts, round_up
 from kvec_jax.sampling import Greedy, Sampler
-from kvec_jax.typing import Array
+from kvec_jax.typing import Array, Implementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,7 @@ class LanguageModel:
         key: Array | None = None,
         stream: Callable[..., None] | None = None,
         eos_token_ids: Sequence[int] | None = None,
+        implementation: Implementation | Implementations = None,
     ) -> Output | list[Output]:
         """Reads a prompt, keeps what the policy chooses of its cache, and generates.
 
@@ -90,6 +92,7 @@ class LanguageModel:
             stream: Called with each new piece of text as it comes: ``stream(text)``, or ``stream(row, text)`` for a
                 batch.
             eos_token_ids: Tokens that end a generation; ``None`` means the model's own.
+            implementation: How operations are carried out, see ``prefill``.
 
         Returns:
             An ``Output``, or a list of them for a batch.
@@ -97,6 +100,7 @@ class LanguageModel:
         Raises:
             TypeError, ValueError: For arguments that can't be, such as an empty prompt or batch, or a prompt beyond the
                 model's context.
+            UnsupportedError: If an implementation that was asked for by name can't do this.
         """
         check_policy(policy)
         check_count("max_new_tokens", max_new_tokens, 1)
@@ -109,9 +113,10 @@ class LanguageModel:
         hears = listeners(self.tokenizer, stream, single, len(ids), ends)
         run = Run()
         inputs = self.model, prepare(policy, self.model), tokens, lengths
-        first = run.compile(_start, *inputs, policy, sampler, key, round_up(max_new_tokens, 64), ends)
+        how = resolve(implementation, self.model)
+        first = run.compile(_start, *inputs, policy, sampler, key, round_up(max_new_tokens, 64), ends, how)
         state = run.read(first, *inputs, sampler, key)
-        more = run.compile(_continue, self.model, state, sampler, key, jnp.int32(0), ends)
+        more = run.compile(_continue, self.model, state, sampler, key, jnp.int32(0), ends, how)
         state = run.decode(
             lambda state, until: more(self.model, state, sampler, key, until), state, max_new_tokens, hears
         )
@@ -219,15 +224,15 @@ class LanguageModel:
         ]
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "capacity", "eos_token_ids"))
-def _start(model, prepared, tokens, lengths, policy, sampler, key, capacity, eos_token_ids):
-    logits, cache = run_prefill(model, prepared, tokens, lengths, policy, capacity)
+@functools.partial(jax.jit, static_argnames=("policy", "capacity", "eos_token_ids", "how"))
+def _start(model, prepared, tokens, lengths, policy, sampler, key, capacity, eos_token_ids, how):
+    logits, cache = run_prefill(model, prepared, tokens, lengths, policy, capacity, how=how)
     return begin(cache, logits, sampler, key, capacity, eos_token_ids)
 
 
-@functools.partial(jax.jit, static_argnames=("eos_token_ids",), donate_argnames="state")
-def _continue(model, state, sampler, key, until, eos_token_ids):
-    return advance(model, state, sampler, key, until, eos_token_ids)
+@functools.partial(jax.jit, static_argnames=("eos_token_ids", "how"), donate_argnames="state")
+def _continue(model, state, sampler, key, until, eos_token_ids, how):
+    return advance(model, state, sampler, key, until, eos_token_ids, how)
 
 
 def _is_chat(prompt) -> bool:
