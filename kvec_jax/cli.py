@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     from kvec_jax import __version__, context_commands
     from kvec_jax.evals import command as evals
     from kvec_jax.sekv import command as sekv
+    from kvec_jax.tiers import command as tiers
 
     parser = _Parser(prog="kvec", description="Key-value cache compression for long-context language models.")
     parser.add_argument("--version", action="version", version=f"kvec_jax {__version__}")
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_calibrate(commands)
     evals.add_eval(commands)
     evals.add_report(commands)
+    tiers.add_bench(commands)
     sekv.add_spans(commands)
     sekv.add_train_zoom(commands)
     models = commands.add_parser("models", help="list the models known by name, or show one")
@@ -138,6 +140,9 @@ def _add_calibrate(commands) -> None:
     calibrate.add_argument("--dtype", choices=["float32", "bfloat16"], help="of weights and cache")
     calibrate.add_argument("--text", nargs="+", metavar="FILE", help="texts to use (default: Python's reference)")
     calibrate.add_argument("--quick", action="store_true", help="little of everything, for a try")
+    calibrate.add_argument(
+        "--tiers", action="store_true", help="measure instead how the policy Tiered should divide the device"
+    )
     settings = {
         "episodes": (int, "N", "right answers to find heads by (default: 100)"),
         "lengths": (_numbers, "LIST", "of the texts, in tokens (default: 256,384,512)"),
@@ -170,6 +175,10 @@ def _demo(arguments: argparse.Namespace) -> None:
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
+    if arguments.tiers:
+        from kvec_jax.tiers import command as tiers
+
+        return tiers.calibrate(arguments)
     from kvec_jax.calibrate import command
     from kvec_jax.calibrate.settings import Settings, Text
 

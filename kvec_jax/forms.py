@@ -43,6 +43,19 @@ class Beyond(Protocol):
         """The rows ``index`` int32 [rows] of the batch, in that order; a row may be taken more than once."""
 
 
+class Driven:
+    """Base of policies whose steps the host drives one by one, so that no single program generates.
+
+    Of all that takes a policy, only ``LanguageModel.generate`` takes these.
+    """
+
+    def write_text(
+        self, lm, tokens, lengths, *, sampler, key: Array, max_new_tokens: int, ends: tuple[int, ...], listeners
+    ) -> list:
+        """The ``Output`` of each padded prompt; ``tokens`` int32 [B, T], ``lengths`` int32 [B]."""
+        raise NotImplementedError
+
+
 class Form:
     """Base of policies whose cache has a form of its own. A frozen dataclass, static under ``jit``.
 

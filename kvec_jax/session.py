@@ -16,6 +16,7 @@ from kvec_jax.cache import CompressedKV
 from kvec_jax.checks import check_policy
 from kvec_jax.contexts import Context
 from kvec_jax.decoding import advance, begin
+from kvec_jax.forms import Driven
 from kvec_jax.generate import check_key, end_tokens
 from kvec_jax.identity import ModelIdentity, identity_of
 from kvec_jax.implementations import Implementations, resolve
@@ -68,7 +69,7 @@ class LanguageModel:
     def generate(
         self,
         prompt: str | Sequence,
-        policy: Policy = FullCache(),  # noqa: B008 - immutable
+        policy: Policy | Driven = FullCache(),  # noqa: B008 - immutable
         *,
         max_new_tokens: int = 64,
         sampler: Sampler = Greedy(),  # noqa: B008 - immutable
@@ -102,7 +103,8 @@ class LanguageModel:
                 model's context.
             UnsupportedError: If an implementation that was asked for by name can't do this.
         """
-        check_policy(policy)
+        if not isinstance(policy, Driven):
+            check_policy(policy)
         check_count("max_new_tokens", max_new_tokens, 1)
         single = isinstance(prompt, str) or _is_chat(prompt)
         ids = [self.encode(p) for p in ([prompt] if single else prompt)]
@@ -111,6 +113,10 @@ class LanguageModel:
         key = check_key(sampler, key, len(ids))
         ends = end_tokens(self.model, eos_token_ids)
         hears = listeners(self.tokenizer, stream, single, len(ids), ends)
+        if isinstance(policy, Driven):
+            settings = dict(sampler=sampler, key=key, max_new_tokens=max_new_tokens, ends=ends, listeners=hears)
+            outputs = policy.write_text(self, tokens, lengths, **settings)
+            return outputs[0] if single else outputs
         run = Run()
         inputs = self.model, prepare(policy, self.model), tokens, lengths
         how = resolve(implementation, self.model)

@@ -47,7 +47,7 @@ class ExtentFile:
     def __init__(
         self, folder: str, extent_bytes: int, backend: str, threads: int, limit: int | None, timeout: float
     ) -> None:
-        self._backend, self._limit, self._timeout = backend, limit, timeout
+        self.backend, self._limit, self._timeout = backend, limit, timeout
         self.extent_bytes = extent_bytes
         self._sums: list[int] = []
         self._lock = threading.Lock()
@@ -76,6 +76,8 @@ class ExtentFile:
         """
         sums = [zlib.crc32(extent) for extent in extents]
         with self._lock:
+            if self._fd < 0:
+                raise StoreError("disk: the store is closed")
             first = len(self._sums)
             total = self.nbytes + extents.nbytes
             if self._limit is not None and total > self._limit:
@@ -106,17 +108,22 @@ class ExtentFile:
             raise StoreError(f"disk: reading {len(numbers)} extents took more than {self._timeout} s")
 
     def close(self) -> None:
-        """Gives the file's space back; if a read never returned, only the end of the process does."""
+        """Gives the file's space back; if a read or write never returned, only the end of the process does."""
         self._pool.shutdown(wait=not self._stuck, cancel_futures=True)
         self._map = None
-        if self._fd >= 0 and not self._stuck:
-            os.close(self._fd)
-            self._fd = -1
+        if self._stuck or not self._lock.acquire(timeout=self._timeout):
+            return
+        try:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+        finally:
+            self._lock.release()
 
     def _visit_some(self, numbers, indices, use) -> None:
         for i in indices:
             number = int(numbers[i])
-            extent = self._mapped(number) if self._backend == "mmap" else self._read(number)
+            extent = self._mapped(number) if self.backend == "mmap" else self._read(number)
             if zlib.crc32(extent) != self._sums[number]:
                 raise StoreError(f"disk: extent {number} is damaged (its checksum is another than when it was written)")
             use(i, extent)

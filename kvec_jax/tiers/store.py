@@ -29,6 +29,7 @@ class StoreShape:
         block_tokens: Tokens of a block.
         head_dim: D.
         dtype: Of the stored numbers.
+        stored_layers: How many of the layers store anything.
     """
 
     layers: int
@@ -38,6 +39,7 @@ class StoreShape:
     block_tokens: int
     head_dim: int
     dtype: np.dtype
+    stored_layers: int
 
     @property
     def block(self) -> tuple[int, int, int]:
@@ -50,9 +52,9 @@ class StoreShape:
         return int(np.prod(self.block)) * np.dtype(self.dtype).itemsize
 
     @property
-    def total(self) -> int:
-        """Most blocks in all."""
-        return self.layers * self.rows * self.heads * self.blocks
+    def most(self) -> int:
+        """Most blocks that are stored."""
+        return self.stored_layers * self.rows * self.heads * self.blocks
 
     def names(self, layer: int, row: int, ids: np.ndarray) -> np.ndarray:
         """One number for each of ``ids`` [b, K, M] of the rows from ``row`` on."""
@@ -119,10 +121,10 @@ class BlockStore:
     ) -> None:
         self.shape = shape
         self.counts = StoreCounts()
-        room = shape.total if host_bytes is None else min(host_bytes // shape.block_bytes, shape.total)
-        if backend == "ram" and room < shape.total:
+        room = shape.most if host_bytes is None else min(host_bytes // shape.block_bytes, shape.most)
+        if backend == "ram" and room < shape.most:
             raise StoreError(
-                f"host_bytes: the cache takes {shape.total * shape.block_bytes:,} bytes and there is no disk, "
+                f"host_bytes: the cache takes {shape.most * shape.block_bytes:,} bytes and there is no disk, "
                 f"got {host_bytes:,}"
             )
         self.per_extent = -(-LEAST_EXTENT // shape.block_bytes)
@@ -131,12 +133,13 @@ class BlockStore:
         if backend != "ram":
             self._disk = ExtentFile(folder, extent_bytes, backend, threads, disk_bytes, timeout)
         self._lock = threading.Lock()
+        names = shape.layers * shape.rows * shape.heads * shape.blocks
         self._arena = np.empty((room, *shape.block), shape.dtype)
-        self._frame_of = np.full(shape.total, -1, np.int32)  # where in the arena a block is
+        self._frame_of = np.full(names, -1, np.int32)  # where in the arena a block is
         self._name_of = np.full(room, -1, np.int64)
         self._used = np.zeros(room, np.int64)  # when a frame was fetched last
         self._clock = 0
-        self._place_of = np.full(shape.total, -1, np.int64) if self._disk else None  # extent and place in it
+        self._place_of = np.full(names, -1, np.int64) if self._disk else None  # extent and place in it
 
     @property
     def reads(self) -> str:
@@ -145,7 +148,12 @@ class BlockStore:
             return "none"
         if self._disk.direct:
             return "direct"
-        return "mmap" if self._disk._backend == "mmap" else "buffered"
+        return "mmap" if self._disk.backend == "mmap" else "buffered"
+
+    @property
+    def frames(self) -> int:
+        """Blocks that fit in memory."""
+        return len(self._arena)
 
     def memory_bytes(self) -> int:
         """Bytes of the blocks in memory."""

@@ -13,7 +13,9 @@ from kvec_jax.errors import StoreError
 from kvec_jax.tiers import disk
 from kvec_jax.tiers.store import BlockStore, StoreShape
 
-SHAPE = StoreShape(layers=2, rows=2, heads=3, blocks=40, block_tokens=8, head_dim=64, dtype=np.dtype(np.float32))
+SHAPE = StoreShape(
+    layers=2, rows=2, heads=3, blocks=40, block_tokens=8, head_dim=64, dtype=np.dtype(np.float32), stored_layers=2
+)
 BACKENDS = ["ram", "mmap", "direct"]
 COUNTS = 40 - 7 * np.arange(3) - np.arange(2)[:, None]
 # Those there are, last first.
@@ -112,7 +114,6 @@ def test_extents_are_large_and_counted(tmp_path):
 
 
 def test_refused_direct_reads_fall_back_and_say_so(tmp_path, monkeypatch):
-    """tiers.md h.8 (x)."""
     monkeypatch.setattr(disk.ExtentFile, "_set_direct", lambda self, on: False)
     store, blocks = filled(tmp_path, "direct")
     assert store.reads == "buffered"
@@ -148,7 +149,6 @@ def test_limits(tmp_path):
 
 @pytest.mark.parametrize("backend", ["mmap", "direct"])
 def test_short_read_is_named(tmp_path, backend):
-    """tiers.md h.8 (xi)."""
     store, _ = filled(tmp_path, backend)
     os.ftruncate(store._disk._fd, 5 * 64 * 1024 + 4096)
     with pytest.raises(StoreError, match=r"extent \d+ is cut short \(expected 65536 bytes.*; needed for layer 0, row"):
@@ -157,7 +157,6 @@ def test_short_read_is_named(tmp_path, backend):
 
 
 def test_full_disk_is_said_and_leaves_nothing(tmp_path, monkeypatch):
-    """tiers.md h.8 (xi)."""
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -1,0 +1,219 @@
+"""``kvec bench tiers``: what overlap and eviction are worth, with a store of given latency; tables and a timeline.
+
+A prompt is read once; its cache is then put on tiers again for each variant, which all write the same number of tokens.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvec_jax.sampling import Greedy
+from kvec_jax.tiers import programs
+from kvec_jax.tiers.decoder import TieredDecoder
+from kvec_jax.tiers.policy import Tiered
+from kvec_jax.tiers.prefill import PromptLayers
+from kvec_jax.tiers.recorder import Recorder
+from kvec_jax.tiers.resident import Parts
+from kvec_jax.tiers.timeline import picture
+
+VARIANTS = {
+    "overlap, lookahead": dict(),
+    "fetch first, lookahead": dict(overlap=False),
+    "overlap, lru": dict(eviction="lru"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One variant with one latency.
+
+    Attributes:
+        variant: Its name.
+        latency: Seconds added to every fetch.
+        tokens_per_second: Of the batch; median over the repetitions.
+        spread: Slowest and fastest repetition.
+        hit_rate: Share of chosen blocks that were on the device.
+        fetched_bytes: To the device, per step.
+        disk_bytes: Read from disk, per step.
+        seconds: By stage, per step.
+        tokens: What was written, int32 [B, new].
+    """
+
+    variant: str
+    latency: float
+    tokens_per_second: float
+    spread: tuple[float, float]
+    hit_rate: float
+    fetched_bytes: float
+    disk_bytes: float
+    seconds: dict[str, float]
+    tokens: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A prompt that was read: everything that a decoder is filled with."""
+
+    lengths: jax.Array
+    rows: int
+    layers: list[Parts]
+    logits: jax.Array
+
+
+def read(model, tokens: jax.Array, lengths: jax.Array, policy: Tiered, new: int) -> Prompt:
+    """Reads prompts int32 [B, T]; the whole cache stays in memory, for as many runs as there will be."""
+    with TieredDecoder(model, policy, lengths, tokens.shape[1], new) as decoder:
+        reading = PromptLayers(model, tokens, lengths, decoder.layout)
+        layers = [jax.block_until_ready(parts) for parts in reading]
+        logits = programs.last_logits(model, reading.hidden, lengths)
+    return Prompt(lengths, tokens.shape[1], layers, logits)
+
+
+def measure(model, prompt: Prompt, policy: Tiered, new: int, latency: float, runs: int, variant: str) -> Result:
+    """Writes ``new`` tokens ``runs`` times, after one that warms up."""
+    rates, result = [], None
+    for repetition in range(runs + 1):
+        recorder = Recorder()
+        with TieredDecoder(model, policy, prompt.lengths, prompt.rows, new, recorder) as decoder:
+            decoder.fill(prompt.layers)
+            _add_latency(decoder, latency)
+            state = decoder.begin(prompt.logits, Greedy(), jax.random.key(0), new, ())
+            began = time.perf_counter()
+            state = decoder.advance(state, Greedy(), jax.random.key(0), new, ())
+            elapsed = time.perf_counter() - began
+            steps = max(recorder.steps, 1)
+            if repetition:
+                rates.append(steps * len(prompt.lengths) / elapsed)
+            result = dict(
+                hit_rate=1 - recorder.missed / max(recorder.chosen, 1),
+                fetched_bytes=recorder.missed * decoder.store.shape.block_bytes / steps,
+                disk_bytes=decoder.store.counts.disk_bytes_read / steps,
+                seconds={stage: total / steps for stage, total in recorder.seconds.items()},
+                tokens=state.tokens,
+            )
+    return Result(variant, latency, statistics.median(rates), (min(rates), max(rates)), **result)
+
+
+def draw(model, prompt: Prompt, policy: Tiered, new: int, latency: float, layers: Sequence[int]) -> str:
+    """The timeline of the last step of a run."""
+    recorder = Recorder(events=[])
+    with TieredDecoder(model, policy, prompt.lengths, prompt.rows, new, recorder) as decoder:
+        decoder.fill(prompt.layers)
+        _add_latency(decoder, latency)
+        state = decoder.begin(prompt.logits, Greedy(), jax.random.key(0), new, ())
+        decoder.advance(state, Greedy(), jax.random.key(0), new, ())
+        recorder.settle()
+    return picture(recorder.events, recorder.steps, layers)
+
+
+def run(
+    model: str,
+    *,
+    tokens: int,
+    batch: int,
+    new: int,
+    budget: float | int,
+    device_share: float,
+    host_share: float,
+    disk: str | None,
+    latencies: Sequence[float],
+    runs: int,
+    dtype: str | None = None,
+) -> list[Result]:
+    """Reads a prompt, runs all variants with all latencies and prints what came of it.
+
+    Args:
+        model: What ``kvec_jax.load`` takes.
+        tokens: Of each prompt.
+        batch: Prompts, each another part of the text.
+        new: Tokens to write.
+        budget: As in ``Tiered``.
+        device_share: Of the cache on the device, at most.
+        host_share: Of the cache in host memory, at most.
+        disk: Folder for the rest.
+        latencies: Seconds added to every fetch.
+        runs: Repetitions.
+        dtype: Of weights and cache.
+    """
+    from rich.console import Console
+
+    import kvec_jax as kv
+
+    console = Console(width=120, highlight=False)
+    lm = kv.load(model, dtype=dtype)
+    cache = lm.config.kv_bytes(tokens, lm.model.dtype.itemsize) * batch
+    policy = Tiered(
+        budget=budget,
+        device_bytes=int(cache * device_share),
+        host_bytes=None if disk is None else int(cache * host_share),
+        disk=disk,
+    )
+    console.print(
+        f"{model}, {lm.model.dtype}, {batch} x {tokens:,} tokens, {new} new; budget {budget}; "
+        f"cache {cache / 1e6:,.0f} MB, at most {cache * device_share / 1e6:,.0f} MB on the device, "
+        + (f"{cache * host_share / 1e6:,.0f} MB in memory, all on disk" if disk else "the rest in memory")
+    )
+    began = time.perf_counter()
+    prompt = read(lm.model, *_prompts(lm, tokens, batch), policy, new)
+    console.print(f"read in {time.perf_counter() - began:.1f} s")
+    results = []
+    for latency in latencies:
+        for name, changes in VARIANTS.items():
+            changed = dataclasses.replace(policy, **changes)
+            results.append(measure(lm.model, prompt, changed, new, latency, runs, name))
+    console.print(table(results))
+    for latency in (latencies[0], latencies[-1]):
+        console.print(f"\nThe first layers of a step, {latency * 1e3:g} ms added to every fetch:")
+        console.print(draw(lm.model, prompt, policy, new, latency, range(4)), markup=False)
+    return results
+
+
+def table(results: Sequence[Result]):
+    """The results; ratios are to the first variant of the same latency."""
+    from rich.table import Table
+
+    shown = Table()
+    headings = (
+        "latency ms|variant|tokens/s|range|of first|hits|to device MB|disk MB|step ms|select ms|fetch ms|stall ms"
+    )
+    for heading in headings.split("|"):
+        shown.add_column(heading, justify="left" if heading == "variant" else "right")
+    for result in results:
+        first = next(other for other in results if other.latency == result.latency)
+        stages = ("step", "wait for select", "fetch", "stall")
+        shown.add_row(
+            f"{result.latency * 1e3:g}",
+            result.variant,
+            f"{result.tokens_per_second:.2f}",
+            f"{result.spread[0]:.2f} to {result.spread[1]:.2f}",
+            f"{result.tokens_per_second / first.tokens_per_second:.2f}",
+            f"{result.hit_rate:.1%}",
+            f"{result.fetched_bytes / 1e6:.2f}",
+            f"{result.disk_bytes / 1e6:.2f}",
+            *(f"{result.seconds.get(stage, 0.0) * 1e3:.1f}" for stage in stages),
+        )
+    return shown
+
+
+def _add_latency(decoder: TieredDecoder, seconds: float) -> None:
+    fetch = decoder.store.fetch
+
+    def slow(*arguments):
+        time.sleep(seconds)
+        return fetch(*arguments)
+
+    decoder.store.fetch = slow if seconds else fetch
+
+
+def _prompts(lm, tokens: int, batch: int) -> tuple[jax.Array, jax.Array]:
+    """Parts of Python's language reference, int32 [batch, tokens], and their lengths."""
+    from kvec_jax.demo import reference_text
+
+    ids = lm.tokenizer.encode(reference_text()[: 8 * tokens * batch])
+    ids = np.resize(np.asarray(ids, np.int32), (batch, tokens))
+    return jnp.asarray(ids), jnp.full((batch,), tokens, jnp.int32)
