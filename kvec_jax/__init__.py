@@ -41,6 +41,7 @@ from kvec_jax.policies import Weighted as Weighted
 from kvec_jax.policies import WindowAttention as WindowAttention
 from kvec_jax.policies.registry import register as _register
 from kvec_jax.prefill import prefill as prefill
+from kvec_jax.quantised import quantise as quantise
 from kvec_jax.sampling import Greedy as Greedy
 from kvec_jax.sampling import Sample as Sample
 from kvec_jax.sekv.policy import SeKV as SeKV

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvec_jax.forms import Beyond
+from kvec_jax.quantised import RowScales
 from kvec_jax.typing import Array
 
 
@@ -32,6 +33,9 @@ class CompressedKV:
         tail_values: [L, B, K, R, D].
         tail_length: int32 [B], tail rows in use.
         next_position: int32 [B], position of the token that comes next.
+        scales: How to restore ``keys`` and ``values`` where they are stored in 8 or 4 bits (see ``quantise``); ``None``
+            where they are stored as they are.
+        recent: [L, B, N, W, D], queries of the newest tokens, where the policy is going to choose again; else ``None``.
         beyond: What else attention sees of the prompt, in a form of its own (``kvec_jax.forms.Beyond``); ``None`` for
             policies that choose rows.
         segment_rows: Static. Rows set aside for every segment where all have the same (then segment s of the pool
@@ -47,12 +51,15 @@ class CompressedKV:
     tail_values: Array
     tail_length: Array
     next_position: Array
+    scales: RowScales | None = None
+    recent: Array | None = None
     beyond: Beyond | None = None
     segment_rows: int = dataclasses.field(default=0, metadata={"static": True})
 
     def __repr__(self) -> str:
         B, (_, L, K) = self.tail_length.shape[0], self.counts.shape
-        rows, size, dtype = self.keys.shape[1], self.keys.shape[2], self.keys.dtype
+        rows, size = self.keys.shape[1], self.tail_keys.shape[4]
+        dtype = f"int{self.scales.bits}" if self.scales else self.keys.dtype
         return (
             f"CompressedKV(batch={B}, layers={L}, kv_heads={K}, head_dim={size}, pool_rows={rows}, "
             f"tail_capacity={self.tail_capacity}, dtype={dtype})"
@@ -80,8 +87,9 @@ class CompressedKV:
 
     @property
     def pool_nbytes(self) -> int:
-        """Bytes of the kept keys and values on the device, without tail and indices."""
-        return self.keys.nbytes + self.values.nbytes + (self.beyond.device_nbytes if self.beyond else 0)
+        """Bytes of the kept keys and values on the device, with their scales, without tail and indices."""
+        scales = self.scales.nbytes if self.scales else 0
+        return self.keys.nbytes + self.values.nbytes + scales + (self.beyond.device_nbytes if self.beyond else 0)
 
     @property
     def host_nbytes(self) -> int:
@@ -128,6 +136,8 @@ class CompressedKV:
             tail_values=self.tail_values[:, index],
             tail_length=self.tail_length[index],
             next_position=self.next_position[index],
+            scales=jax.tree.map(lambda x: x[index // self.pool_share], self.scales),
+            recent=None if self.recent is None else self.recent[:, index],
             beyond=self.beyond and self.beyond.take_rows(index),
         )
 

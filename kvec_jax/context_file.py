@@ -21,6 +21,7 @@ from kvec_jax.contexts import Context
 from kvec_jax.errors import LoadError, UnsupportedError
 from kvec_jax.files import replacing
 from kvec_jax.identity import ModelIdentity
+from kvec_jax.quantised import RowScales
 
 _FORMAT = "kvec_jax context 1"
 _NO_CHECKSUM = "0" * 64
@@ -36,14 +37,14 @@ def save_context(context: Context, path: str | os.PathLike) -> None:
     cache = context.cache
     if cache.beyond is not None:
         raise UnsupportedError(f"{path}: a context of {context.policy} can't be saved")
-    values = {field.name: getattr(cache, field.name) for field in dataclasses.fields(cache)}
-    tensors = {name: np.asarray(value) for name, value in values.items() if isinstance(value, jax.Array)}
+    tensors = _arrays(cache) | {f"scales.{name}": array for name, array in _arrays(cache.scales).items()}
     about = {
         "model": dataclasses.asdict(context.model),
         "policy": context.policy,
         "document_tokens": context.document_tokens,
         "chat": context.chat,
         "segment_rows": cache.segment_rows,
+        "bits": cache.scales.bits if cache.scales else None,
         "versions": {"kvec_jax": kvec_jax.__version__, "jax": jax.__version__, "numpy": np.__version__},
     }
     header = {"format": _FORMAT, "sha256": _NO_CHECKSUM, "context": json.dumps(about)}
@@ -78,6 +79,10 @@ def load_context(path: str | os.PathLike, lm) -> Context:
         about = _read_about(path)
         with safetensors.safe_open(path, "np") as tensors:
             arrays = {name: jnp.asarray(tensors.get_tensor(name)) for name in tensors.keys()}
+        scales = {name: arrays.pop(name) for name in list(arrays) if name.startswith("scales.")}
+        if scales:
+            fields = {name.removeprefix("scales."): array for name, array in scales.items()}
+            arrays["scales"] = RowScales(**fields, bits=about["bits"])
         context = Context(
             cache=CompressedKV(**arrays, segment_rows=about["segment_rows"]),
             document_tokens=about["document_tokens"],
@@ -90,6 +95,12 @@ def load_context(path: str | os.PathLike, lm) -> Context:
     except ValueError as error:
         raise LoadError(f"{path}: {error}") from error
     return context
+
+
+def _arrays(fields) -> dict[str, np.ndarray]:
+    """The arrays among a dataclass's fields, by name; none of ``None``."""
+    values = {} if fields is None else vars(fields)
+    return {name: np.asarray(value) for name, value in values.items() if isinstance(value, jax.Array)}
 
 
 def read_identity(path: str | os.PathLike) -> ModelIdentity:

@@ -73,7 +73,7 @@ class Context:
         save_context(self, path)
 
 
-def compress(lm, document: str | Sequence[dict], policy: Policy, chat: bool | None) -> Context:
+def compress(lm, document: str | Sequence[dict], policy: Policy, chat: bool | None, **limits) -> Context:
     """``LanguageModel.compress``."""
     check_policy(policy)
     chat = lm.tokenizer.chat_template is not None if chat is None else chat
@@ -81,7 +81,7 @@ def compress(lm, document: str | Sequence[dict], policy: Policy, chat: bool | No
     context = lm.config.max_position_embeddings
     if len(ids) >= context:
         raise ValueError(f"document: expected fewer than {context} tokens (the model's context), got {len(ids)}")
-    _, cache = prefill(lm.model, *pad_prompts([ids], context), policy)
+    _, cache = prefill(lm.model, *pad_prompts([ids], context), policy, **limits)
     return Context(cache=cache, document_tokens=len(ids), policy=repr(policy), model=lm.identity, chat=chat)
 
 

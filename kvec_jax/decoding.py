@@ -1,6 +1,7 @@
 """The decoding loop: its state, how it begins, and how it goes on; nothing in it waits for the host."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -53,10 +54,12 @@ def advance(
     until: Array | int,
     eos_token_ids: tuple[int, ...],
     how: Implementations = Implementations(),
+    make_room: Callable[[CompressedKV, Array], CompressedKV] | None = None,
 ) -> DecodeState:
     """Goes on until ``until`` tokens are generated, or every row has met an end token.
 
     A token depends on the key, its row and its position, not on how often the loop was left and entered again.
+    ``make_room(cache, lengths)`` is called before so many tokens are added, for caches whose tail may be full.
     """
     columns = jnp.arange(state.tokens.shape[1])
 
@@ -66,7 +69,8 @@ def advance(
     def step(state):
         newest = state.tokens[:, -1]
         lengths = jnp.where(state.done, 0, 1)  # a row that is done stands still
-        logits, cache = run_extend(model, state.cache, newest[:, None], lengths, how=how)
+        cache = state.cache if make_room is None else make_room(state.cache, lengths)
+        logits, cache = run_extend(model, cache, newest[:, None], lengths, how=how)
         chosen = choose_tokens(sampler, key, logits, cache.next_position)
         token = jnp.where(state.done, newest, chosen)
         return DecodeState(

@@ -12,8 +12,7 @@ from kvec_jax.attention import cache_attention
 from kvec_jax.cache import CompressedKV
 from kvec_jax.checks import check_lengths, check_token_array, check_token_ids
 from kvec_jax.implementations import Implementations, resolve
-from kvec_jax.models.transformer import Rotation, Transformer
-from kvec_jax.prefill import layer_inputs, layer_reach
+from kvec_jax.models.transformer import Rotation, Transformer, layer_inputs, layer_reach
 from kvec_jax.typing import Array, Implementation
 
 
@@ -79,7 +78,7 @@ def run_extend(
 
     def run_layer(carry, inputs):
         hidden, beyond = carry
-        layer, is_local, block = inputs
+        (layer, is_local, block), recent = inputs
         queries, keys, values = block.project(hidden)
         queries, keys = (rotation(x, is_local, layer) for x in (queries, keys))
         reach = layer_reach(config, is_local, config.max_position_embeddings)
@@ -96,10 +95,11 @@ def run_extend(
             reach=reach,
             more=more,
         )
-        return (block.finish(hidden, attended), beyond), (keys, values)
+        recent = None if recent is None else newest_queries(recent, queries, lengths)
+        return (block.finish(hidden, attended), beyond), (keys, values, recent)
 
     start = model.embed(tokens), cache.beyond
-    (hidden, beyond), (keys, values) = lax.scan(run_layer, start, layer_inputs(model))
+    (hidden, beyond), (keys, values, recent) = lax.scan(run_layer, start, (layer_inputs(model), cache.recent))
     if not all_logits:
         last = jnp.maximum(lengths - 1, 0)
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
@@ -109,8 +109,15 @@ def run_extend(
         tail_values=_append(cache.tail_values, values, cache.tail_length),
         tail_length=cache.tail_length + lengths,
         next_position=cache.next_position + lengths,
+        recent=recent,
         beyond=beyond,
     )
+
+
+def newest_queries(recent: Array, queries: Array, lengths: Array) -> Array:
+    """The newest queries of one layer, [B, N, W, D], once ``lengths`` [B] of ``queries`` [B, N, Q, D] have come."""
+    at = lengths[:, None] + jnp.arange(recent.shape[2])
+    return jnp.take_along_axis(jnp.concatenate([recent, queries], axis=2), at[:, None, :, None], axis=2)
 
 
 def _append(tail: Array, rows: Array, at: Array) -> Array:

@@ -3,6 +3,7 @@
 import functools
 import numbers
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,12 @@ from kvec_jax.checks import check_policy, check_tokens
 from kvec_jax.decoding import DecodeState, advance, begin
 from kvec_jax.extend import check_room
 from kvec_jax.implementations import Implementations, resolve
+from kvec_jax.limits import Limits, check_limits
 from kvec_jax.models.transformer import Transformer
 from kvec_jax.policies.base import Policy
 from kvec_jax.policies.prepared import prepare
 from kvec_jax.prefill import run_prefill
+from kvec_jax.rolling import as_rolling, make_room
 from kvec_jax.sampling import Greedy, Sample, Sampler
 from kvec_jax.typing import Array, Implementation
 
@@ -32,6 +35,9 @@ def generate(
     max_new_tokens: int = 64,
     *,
     eos_token_ids: tuple[int, ...] | None = None,
+    chunk: int | None = None,
+    tail: int | None = None,
+    cache_dtype: str | None = None,
     implementation: Implementation | Implementations = None,
 ) -> Array:
     """Reads prompts, compresses their cache and generates from what is left, all in one compiled program.
@@ -42,11 +48,16 @@ def generate(
         model: The decoder.
         tokens: int32 [B, T], right-padded.
         lengths: int32 [B], real tokens of each row, 1 to T.
-        policy: What to keep of the prompts' cache. The generated tokens are all kept.
+        policy: What to keep of the prompts' cache. The generated tokens are all kept, unless there is a ``tail``.
         sampler: ``Greedy()`` or ``Sample(...)``.
         key: Random key for ``Sample``: one, or one per row [B].
         max_new_tokens: Most tokens to generate; static.
         eos_token_ids: Tokens that end a row; ``None`` means the model's own. A row is filled up with its end token.
+        chunk: See ``prefill``.
+        tail: Generated tokens that are held beside what was kept: when there are so many, the policy chooses again
+            among all of it, so that memory is the same for texts of any length. For policies as for ``chunk``, with a
+            budget in tokens. ``None`` keeps all generated tokens.
+        cache_dtype: See ``prefill``.
         implementation: See ``prefill``.
 
     Returns:
@@ -69,14 +80,43 @@ def generate(
     _check_context(model, lengths, max_new_tokens)
     key = check_key(sampler, key, tokens.shape[0])
     ends = end_tokens(model, eos_token_ids)
+    limits = check_limits(policy, model.config, chunk=chunk, tail=tail, cache_dtype=cache_dtype)
     how = resolve(implementation, model)
-    return _generate(model, prepare(policy, model), tokens, lengths, policy, sampler, key, max_new_tokens, ends, how)
+    prepared = prepare(policy, model)
+    return _generate(model, prepared, tokens, lengths, policy, sampler, key, max_new_tokens, ends, how, limits)
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "max_new_tokens", "eos_token_ids", "how"))
-def _generate(model, prepared, tokens, lengths, policy, sampler, key, max_new_tokens, eos_token_ids, how):
-    logits, cache = run_prefill(model, prepared, tokens, lengths, policy, max_new_tokens, how=how)
-    return run_decode(model, cache, logits, sampler, key, max_new_tokens, eos_token_ids, how).tokens
+@functools.partial(jax.jit, static_argnames=("policy", "max_new_tokens", "eos_token_ids", "how", "limits"))
+def _generate(model, prepared, tokens, lengths, policy, sampler, key, max_new_tokens, eos_token_ids, how, limits):
+    logits, cache = read_prompts(model, prepared, tokens, lengths, policy, max_new_tokens, how, limits)
+    state = begin(cache, logits, sampler, key, max_new_tokens, eos_token_ids)
+    room = room_maker(model, prepared, policy, how, limits)
+    return advance(model, state, sampler, key, max_new_tokens, eos_token_ids, how, room).tokens
+
+
+def read_prompts(
+    model: Transformer,
+    prepared: Any,
+    tokens: Array,
+    lengths: Array,
+    policy: Policy,
+    max_new_tokens: int,
+    how: Implementations,
+    limits: Limits,
+) -> tuple[Array, CompressedKV]:
+    """``run_prefill`` with room for ``max_new_tokens``, or for the tail that ``limits`` allow."""
+    reserve = max_new_tokens if limits.tail is None else 0
+    logits, cache = run_prefill(model, prepared, tokens, lengths, policy, reserve, how=how, limits=limits)
+    if limits.tail is not None:
+        cache = as_rolling(cache, policy, model.config, policy.budget.tokens, limits.tail)
+    return logits, cache
+
+
+def room_maker(model: Transformer, prepared: Any, policy: Policy, how: Implementations, limits: Limits):
+    """What ``advance`` calls before it adds a token; ``None`` where no tail fills up."""
+    if limits.tail is None:
+        return None
+    return lambda cache, lengths: make_room(model, policy, prepared, cache, lengths, how)
 
 
 def decode(

@@ -5,21 +5,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from kvec_jax.arguments import check_count
 from kvec_jax.cache import CompressedKV
 from kvec_jax.checks import check_policy, check_tokens
+from kvec_jax.chunked import read_in_chunks
 from kvec_jax.forms import Form
 from kvec_jax.implementations import Implementations, resolve
 from kvec_jax.keeping import Keeper, keeper
+from kvec_jax.limits import Limits, check_limits
 from kvec_jax.models.config import ModelConfig
-from kvec_jax.models.transformer import Rotation, Transformer
+from kvec_jax.models.transformer import Rotation, Transformer, layer_inputs, layer_reach
 from kvec_jax.policies.base import Observation, Policy
 from kvec_jax.policies.prepared import prepare
 from kvec_jax.pool import Pool
 from kvec_jax.prompt_attention import attend_prompt
+from kvec_jax.quantised import quantise
 from kvec_jax.typing import Array, Implementation
 
 
@@ -31,6 +33,8 @@ def prefill(
     *,
     reserve: int = 0,
     all_logits: bool = False,
+    chunk: int | None = None,
+    cache_dtype: str | None = None,
     implementation: Implementation | Implementations = None,
 ) -> tuple[Array, CompressedKV]:
     """Runs the model over prompts and keeps the part of the cache that the policy chooses.
@@ -46,6 +50,11 @@ def prefill(
         policy: What to keep.
         reserve: Room in the tail, in tokens, for ``extend`` and ``decode``.
         all_logits: Whether to return the logits of all tokens rather than of the last.
+        chunk: Tokens to read at a time, for prompts whose keys don't fit the memory: the cache is compressed after each
+            chunk, and the tokens of later ones see only what was kept. Only for policies whose heads all keep the same
+            number of entries, chosen by keys or by the newest queries. ``None`` reads all at once, which is exact.
+        cache_dtype: ``"int8"`` or ``"int4"``: kept rows are stored in so many bits, see ``quantise``; ``None`` means
+            the model's dtype.
         implementation: How operations are carried out: a name for all of them, or ``Implementations``; ``None`` takes
             the platform's kernels where they support the case.
 
@@ -67,13 +76,16 @@ def prefill(
     check_policy(policy)
     check_count("reserve", reserve, 0)
     tokens, lengths = check_tokens(model.config, tokens, lengths)
+    limits = check_limits(policy, model.config, chunk=chunk, cache_dtype=cache_dtype)
+    if all_logits and chunk is not None:
+        raise ValueError("all_logits: not with chunk, which holds one chunk at a time")
     how = resolve(implementation, model)
-    return _prefill(model, prepare(policy, model), tokens, lengths, policy, reserve, all_logits, how)
+    return _prefill(model, prepare(policy, model), tokens, lengths, policy, reserve, all_logits, how, limits)
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "reserve", "all_logits", "how"))
-def _prefill(model, prepared, tokens, lengths, policy, reserve, all_logits, how):
-    return run_prefill(model, prepared, tokens, lengths, policy, reserve, all_logits, how)
+@functools.partial(jax.jit, static_argnames=("policy", "reserve", "all_logits", "how", "limits"))
+def _prefill(model, prepared, tokens, lengths, policy, reserve, all_logits, how, limits):
+    return run_prefill(model, prepared, tokens, lengths, policy, reserve, all_logits, how, limits)
 
 
 def run_prefill(
@@ -85,10 +97,28 @@ def run_prefill(
     reserve: int,
     all_logits: bool = False,
     how: Implementations = Implementations(),
+    limits: Limits = Limits(),
 ) -> tuple[Array, CompressedKV]:
     """``prefill`` without checks, to be called under ``jit``; ``prepared`` is what ``prepare`` gave."""
     if isinstance(policy, Form):
         return policy.read(model, prepared, tokens, lengths, reserve, all_logits)
+    if limits.chunk is None:
+        logits, cache = _read_at_once(model, prepared, tokens, lengths, policy, reserve, all_logits, how)
+    else:
+        logits, cache = read_in_chunks(model, prepared, tokens, lengths, policy, reserve, limits.chunk, how)
+    return logits, cache if limits.cache_dtype is None else quantise(cache, limits.cache_dtype)
+
+
+def _read_at_once(
+    model: Transformer,
+    prepared: Any,
+    tokens: Array,
+    lengths: Array,
+    policy: Policy,
+    reserve: int,
+    all_logits: bool,
+    how: Implementations,
+) -> tuple[Array, CompressedKV]:
     keep = keeper(policy, model.config, lengths, tokens.shape[1])
     memory = policy.scorer.init(model.config, *tokens.shape)
     hidden, pool = read_layers(model, prepared, tokens, lengths, memory, keep, how)
@@ -152,19 +182,6 @@ def read_layers(
     start = model.embed(tokens), keep.empty(model.dtype), memory
     (hidden, pool, _), _ = lax.scan(read_layer, start, (layer_inputs(model), prepared))
     return hidden, pool
-
-
-def layer_inputs(model: Transformer):
-    """What a scan over the layers reads: number, whether local, parameters."""
-    config = model.config
-    is_local = np.zeros(config.num_hidden_layers, bool)
-    is_local[list(config.local_layers)] = True
-    return jnp.arange(config.num_hidden_layers), jnp.asarray(is_local), model.layers
-
-
-def layer_reach(config, is_local: Array, everything: int) -> Array | None:
-    """How many tokens back a layer's queries see; ``None`` where no layer of the model is local."""
-    return jnp.where(is_local, config.sliding_window, everything) if config.local_layers else None
 
 
 def as_cache(pool: Pool, config: ModelConfig, lengths: Array, reserve: int) -> CompressedKV:

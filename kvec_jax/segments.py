@@ -54,8 +54,8 @@ def _attend_shared(queries: Array, cache: CompressedKV, layer: Array, oldest: Ar
 
 def _attend_equal(queries: Array, cache: CompressedKV, layer: Array, oldest: Array | None, scale: float) -> Partial:
     """Every segment has ``segment_rows`` rows: plain batched products, up to the longest segment in use."""
-    B, K, _, D = queries.shape
-    S = cache.segment_rows
+    B, K = queries.shape[:2]
+    S, scales = cache.segment_rows, cache.scales
     block = min(EQUAL_BLOCK, S)
     counts = lax.dynamic_index_in_dim(cache.counts, layer, 1, keepdims=False)  # [B, K]
 
@@ -64,13 +64,20 @@ def _attend_equal(queries: Array, cache: CompressedKV, layer: Array, oldest: Arr
         offsets = (0, layer, 0, start) + (0,) * len(trailing)
         return lax.dynamic_slice(pool, offsets, (B, 1, K, block, *trailing))[:, 0]
 
+    def rows(start):
+        keys, values = (slab(x, start, x.shape[-1]) for x in (cache.keys, cache.values))
+        if scales is None:
+            return keys, values
+        by_row = (slab(x, start) for x in (scales.value_scale, scales.value_zero))
+        return scales.keys(keys, *scales.of_layer(layer), queries.dtype), scales.values(values, *by_row, queries.dtype)
+
     def fetch(i):
         start = jnp.minimum(i * block, S - block)
         at = start + jnp.arange(block)
         mask = ((at >= i * block) & (at < counts[..., None]))[:, :, None]
         if oldest is not None:
             mask &= slab(cache.positions, start)[:, :, None] >= oldest[:, None, :, None]
-        return slab(cache.keys, start, D), slab(cache.values, start, D), mask
+        return *rows(start), mask
 
     return attend_blocks(queries, fetch, 0, -(-jnp.max(counts) // block), scale)
 
@@ -81,14 +88,22 @@ def _attend_ragged(queries: Array, cache: CompressedKV, layer: Array, oldest: Ar
     A loop per segment would take as long as the longest; the list has as many blocks as there are rows to read.
     """
     B, K, M, D = queries.shape
-    P = cache.keys.shape[1]
-    pool_keys, pool_values = cache.keys.reshape(B * P, D), cache.values.reshape(B * P, D)
+    P, scales = cache.keys.shape[1], cache.scales
+    pool_keys, pool_values = (x.reshape(B * P, x.shape[-1]) for x in (cache.keys, cache.values))
     counts, starts = (lax.dynamic_index_in_dim(x, layer, 1, keepdims=False) for x in (cache.counts, cache.starts))
     starts = (starts + P * jnp.arange(B)[:, None]).reshape(-1)
     counts = counts.reshape(-1)
     blocks = -(-counts // RAGGED_BLOCK)
     ends = jnp.cumsum(blocks)
     flat_queries = queries.reshape(B * K, M, D)
+
+    def fetch(rows, segment):
+        keys, values = pool_keys[rows], pool_values[rows]
+        if scales is None:
+            return keys, values
+        by_segment = (x.reshape(B * K, D)[segment] for x in scales.of_layer(layer))
+        by_row = (x.reshape(-1)[rows] for x in (scales.value_scale, scales.value_zero))
+        return scales.keys(keys, *by_segment, queries.dtype), scales.values(values, *by_row, queries.dtype)
 
     def attend(i, partial):
         number = i * RAGGED_BATCH + jnp.arange(RAGGED_BATCH)
@@ -98,7 +113,7 @@ def _attend_ragged(queries: Array, cache: CompressedKV, layer: Array, oldest: Ar
         mask = ((number < ends[-1])[:, None] & (offset < counts[segment][:, None]))[:, None]
         if oldest is not None:
             mask &= cache.positions.reshape(-1)[rows][:, None] >= oldest[segment // K][..., None]
-        part = attend_block(flat_queries[segment], pool_keys[rows], pool_values[rows], mask, scale)
+        part = attend_block(flat_queries[segment], *fetch(rows, segment), mask, scale)
         return _merge_into(partial, part, segment)
 
     start = empty((B * K, M), D)

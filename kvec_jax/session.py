@@ -17,14 +17,14 @@ from kvec_jax.checks import check_policy
 from kvec_jax.contexts import Context
 from kvec_jax.decoding import advance, begin
 from kvec_jax.forms import Driven
-from kvec_jax.generate import check_key, end_tokens
+from kvec_jax.generate import check_key, end_tokens, read_prompts, room_maker
 from kvec_jax.identity import ModelIdentity, identity_of
 from kvec_jax.implementations import Implementations, resolve
+from kvec_jax.limits import check_limits
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.models.transformer import Transformer
 from kvec_jax.policies import FullCache, Policy
 from kvec_jax.policies.prepared import prepare
-from kvec_jax.prefill import run_prefill
 from kvec_jax.running import Output, Run, Stats, bucket, listeners, pad_prompts, round_up
 from kvec_jax.sampling import Greedy, Sampler
 from kvec_jax.typing import Array, Implementation
@@ -76,6 +76,9 @@ class LanguageModel:
         key: Array | None = None,
         stream: Callable[..., None] | None = None,
         eos_token_ids: Sequence[int] | None = None,
+        chunk: int | None = None,
+        tail: int | None = None,
+        cache_dtype: str | None = None,
         implementation: Implementation | Implementations = None,
     ) -> Output | list[Output]:
         """Reads a prompt, keeps what the policy chooses of its cache, and generates.
@@ -93,6 +96,10 @@ class LanguageModel:
             stream: Called with each new piece of text as it comes: ``stream(text)``, or ``stream(row, text)`` for a
                 batch.
             eos_token_ids: Tokens that end a generation; ``None`` means the model's own.
+            chunk: Tokens of the prompt to read at a time, where its keys don't fit the memory; see ``prefill``.
+            tail: Generated tokens to hold beside what was kept, so that memory doesn't grow with the text; see
+                ``kvec_jax.generate``.
+            cache_dtype: ``"int8"`` or ``"int4"``: how kept rows are stored; see ``kvec_jax.prefill``.
             implementation: How operations are carried out, see ``prefill``.
 
         Returns:
@@ -112,24 +119,35 @@ class LanguageModel:
         tokens, lengths = pad_prompts(ids, self.config.max_position_embeddings)
         key = check_key(sampler, key, len(ids))
         ends = end_tokens(self.model, eos_token_ids)
+        limits = check_limits(policy, self.config, chunk=chunk, tail=tail, cache_dtype=cache_dtype)
         hears = listeners(self.tokenizer, stream, single, len(ids), ends)
         if isinstance(policy, Driven):
             settings = dict(sampler=sampler, key=key, max_new_tokens=max_new_tokens, ends=ends, listeners=hears)
             outputs = policy.write_text(self, tokens, lengths, **settings)
             return outputs[0] if single else outputs
         run = Run()
-        inputs = self.model, prepare(policy, self.model), tokens, lengths
+        prepared = prepare(policy, self.model)
+        inputs = self.model, prepared, tokens, lengths
         how = resolve(implementation, self.model)
-        first = run.compile(_start, *inputs, policy, sampler, key, round_up(max_new_tokens, 64), ends, how)
+        first = run.compile(_start, *inputs, policy, sampler, key, round_up(max_new_tokens, 64), ends, how, limits)
         state = run.read(first, *inputs, sampler, key)
-        more = run.compile(_continue, self.model, state, sampler, key, jnp.int32(0), ends, how)
+        until = jnp.int32(0)
+        more = run.compile(_continue, self.model, prepared, state, sampler, key, until, policy, ends, how, limits)
         state = run.decode(
-            lambda state, until: more(self.model, state, sampler, key, until), state, max_new_tokens, hears
+            lambda state, until: more(self.model, prepared, state, sampler, key, until), state, max_new_tokens, hears
         )
         outputs = run.outputs(self.tokenizer, state, ends, self._costs(state.cache, lengths, tokens.shape[1]))
         return outputs[0] if single else outputs
 
-    def compress(self, document: str | Sequence[dict], policy: Policy, *, chat: bool | None = None) -> Context:
+    def compress(
+        self,
+        document: str | Sequence[dict],
+        policy: Policy,
+        *,
+        chat: bool | None = None,
+        chunk: int | None = None,
+        cache_dtype: str | None = None,
+    ) -> Context:
         """Reads a document once, and keeps what the policy chooses of its cache, to be asked about later.
 
         The questions are not known yet: policies that choose by the end of the prompt see that of the document.
@@ -140,6 +158,8 @@ class LanguageModel:
             policy: What to keep.
             chat: Whether the document begins a user's turn of a chat, which the question ends; ``None`` means that it
                 does where the model has a chat template.
+            chunk: Tokens to read at a time, see ``kvec_jax.prefill``.
+            cache_dtype: ``"int8"`` or ``"int4"``: how kept rows are stored; see ``kvec_jax.prefill``.
 
         Returns:
             The context, for ``ask``, ``extend`` and ``Context.save``.
@@ -147,7 +167,7 @@ class LanguageModel:
         Raises:
             TypeError, ValueError: For arguments that can't be, such as a document beyond the model's context.
         """
-        return contexts.compress(self, document, policy, chat)
+        return contexts.compress(self, document, policy, chat, chunk=chunk, cache_dtype=cache_dtype)
 
     def extend(self, context: Context, turn: str | Sequence[dict]) -> Context:
         """Adds to a context: more of the document, or questions with their answers. What is added is kept whole.
@@ -222,7 +242,7 @@ class LanguageModel:
                 kept=entries,
                 total=length * config.num_hidden_layers * config.num_key_value_heads,
                 cache_bytes=cache.pool_nbytes // len(lengths),
-                full_cache_bytes=config.kv_bytes(padded, cache.keys.dtype.itemsize),
+                full_cache_bytes=config.kv_bytes(padded, cache.tail_keys.dtype.itemsize),
                 host_bytes=cache.host_nbytes // len(lengths),
                 moved_bytes=int(brought),
             )
@@ -230,15 +250,16 @@ class LanguageModel:
         ]
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "capacity", "eos_token_ids", "how"))
-def _start(model, prepared, tokens, lengths, policy, sampler, key, capacity, eos_token_ids, how):
-    logits, cache = run_prefill(model, prepared, tokens, lengths, policy, capacity, how=how)
+@functools.partial(jax.jit, static_argnames=("policy", "capacity", "eos_token_ids", "how", "limits"))
+def _start(model, prepared, tokens, lengths, policy, sampler, key, capacity, eos_token_ids, how, limits):
+    logits, cache = read_prompts(model, prepared, tokens, lengths, policy, capacity, how, limits)
     return begin(cache, logits, sampler, key, capacity, eos_token_ids)
 
 
-@functools.partial(jax.jit, static_argnames=("eos_token_ids", "how"), donate_argnames="state")
-def _continue(model, state, sampler, key, until, eos_token_ids, how):
-    return advance(model, state, sampler, key, until, eos_token_ids, how)
+@functools.partial(jax.jit, static_argnames=("policy", "eos_token_ids", "how", "limits"), donate_argnames="state")
+def _continue(model, prepared, state, sampler, key, until, policy, eos_token_ids, how, limits):
+    room = room_maker(model, prepared, policy, how, limits)
+    return advance(model, state, sampler, key, until, eos_token_ids, how, room)
 
 
 def _is_chat(prompt) -> bool:

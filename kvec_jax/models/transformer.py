@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -123,6 +124,19 @@ class Transformer(nnx.Module):
         x = rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps)
         matrix = self.embedding if self.config.tie_word_embeddings else self.lm_head
         return jnp.einsum("...M,VM->...V", x, matrix[...], preferred_element_type=jnp.float32)
+
+
+def layer_inputs(model: Transformer):
+    """What a scan over the layers reads: number, whether local, parameters."""
+    config = model.config
+    is_local = np.zeros(config.num_hidden_layers, bool)
+    is_local[list(config.local_layers)] = True
+    return jnp.arange(config.num_hidden_layers), jnp.asarray(is_local), model.layers
+
+
+def layer_reach(config, is_local: Array, everything: int) -> Array | None:
+    """How many tokens back a layer's queries see; ``None`` where no layer of the model is local."""
+    return jnp.where(is_local, config.sliding_window, everything) if config.local_layers else None
 
 
 class Rotation:

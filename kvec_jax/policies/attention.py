@@ -18,6 +18,7 @@ class LastAttention(Stateless):
     """Attention of the last token, averaged over all heads of the layer."""
 
     window: int = 1
+    repeatable = True
 
     def score(self, seen: Observation, carry: None) -> tuple[Array, None]:
         """Mean over the N query heads, the same for every key-value head, float32 [B, K, T]."""

@@ -172,6 +172,10 @@ class Stateless:
 
     window: int = 0
 
+    # Whether entries that were kept before can be scored again together with new ones: from keys, values and the
+    # queries of the window alone, by their order and not by their positions.
+    repeatable = False
+
     def prepare(self, model) -> None:
         """Nothing is prepared."""
 

@@ -14,6 +14,8 @@ from kvec_jax.typing import Array
 class SmallKeys(Stateless):
     """Scores an entry by the norm of its key: the smaller the better."""
 
+    repeatable = True
+
     def score(self, seen: Observation, carry: None) -> tuple[Array, None]:
         """Minus the L2 norms, float32 [B, K, T]."""
         return -jnp.linalg.norm(seen.keys.astype(jnp.float32), axis=-1), carry
@@ -22,6 +24,8 @@ class SmallKeys(Stateless):
 @dataclasses.dataclass(frozen=True)
 class DistinctKeys(Stateless):
     """Scores an entry by how little its key points the way that the keys point on average."""
+
+    repeatable = True
 
     def score(self, seen: Observation, carry: None) -> tuple[Array, None]:
         """Minus the cosine of each key with the mean of the normalised keys, float32 [B, K, T]."""

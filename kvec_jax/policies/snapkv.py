@@ -27,6 +27,7 @@ class WindowAttention(Stateless):
     window: int = 32
     kernel: int = 7
     pooling: Literal["max", "avg"] = "max"
+    repeatable = True
 
     def __post_init__(self):
         check_count("window", self.window, 1)

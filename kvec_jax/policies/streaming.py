@@ -13,6 +13,8 @@ from kvec_jax.typing import Array
 class Recency(Stateless):
     """Scores every entry by its position: the newest are the best."""
 
+    repeatable = True
+
     def score(self, seen: Observation, carry: None) -> tuple[Array, None]:
         """Positions float32 [B, K, T]."""
         B, K, T, _ = seen.keys.shape
