@@ -115,8 +115,11 @@ def activation(name: str, x: np.ndarray) -> np.ndarray:
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def forward(config, w: dict, tokens, kept=None, prompt: int | None = None) -> Trace:
-    """Runs ``tokens`` [T]; with ``kept`` and ``prompt``, tokens from ``prompt`` on see only what a cache kept."""
+def forward(config, w: dict, tokens, kept=None, prompt: int | None = None, allow=None) -> Trace:
+    """Runs ``tokens`` [T]; with ``kept`` and ``prompt``, tokens from ``prompt`` on see only what a cache kept.
+
+    ``allow(layer, queries, keys, allowed)`` may restrict who sees whom further.
+    """
     tokens = np.asarray(tokens)
     positions, eps, D = np.arange(len(tokens)), config.rms_norm_eps, config.head_dim
     hidden = w["embedding"][tokens] * config.embedding_scale
@@ -135,6 +138,8 @@ def forward(config, w: dict, tokens, kept=None, prompt: int | None = None) -> Tr
         freqs = frequencies(config.local_rope if local else config.rope, D)
         turned_q, turned_k = rotate(q, positions, freqs), rotate(k, positions, freqs)
         allowed = visible(config, layer, len(tokens), kept, prompt)
+        if allow is not None:
+            allowed = allow(layer, turned_q, turned_k, allowed)
         out, attention = attend(turned_q, turned_k, v, config.scale, allowed)
         out = out.transpose(1, 0, 2).reshape(len(tokens), -1) @ p["o_proj"]
         if config.post_norms:
