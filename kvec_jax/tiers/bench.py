@@ -144,7 +144,7 @@ def run(
 
     import kvec_jax as kv
 
-    console = Console(width=120, highlight=False)
+    console = Console(width=140, highlight=False)
     lm = kv.load(model, dtype=dtype)
     cache = lm.config.kv_bytes(tokens, lm.model.dtype.itemsize) * batch
     policy = Tiered(
@@ -182,7 +182,7 @@ def table(results: Sequence[Result]):
         "latency ms|variant|tokens/s|range|of first|hits|to device MB|disk MB|step ms|select ms|fetch ms|stall ms"
     )
     for heading in headings.split("|"):
-        shown.add_column(heading, justify="left" if heading == "variant" else "right")
+        shown.add_column(heading, justify="left" if heading == "variant" else "right", no_wrap=heading == "variant")
     for result in results:
         first = next(other for other in results if other.latency == result.latency)
         stages = ("step", "wait for select", "fetch", "stall")

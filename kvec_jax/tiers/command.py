@@ -56,7 +56,8 @@ def calibrate(arguments: argparse.Namespace) -> None:
     least, most = (sum(sum(head[i] for head in layer) for layer in made.misses) for i in (-1, 0))
     console.print(
         f"{arguments.out}: {most:,.0f} blocks fetched per step with windows of x{made.factors[0]:g}, "
-        f"{least:,.0f} with x{made.factors[-1]:g}"
+        f"{least:,.0f} with x{made.factors[-1]:g}",
+        soft_wrap=True,
     )
 
 
