@@ -24,6 +24,8 @@ from kvec_jax.typing import Array
 _KEY_BYTES = 1 << 20
 _WEIGHT_BYTES = 1 << 19
 _LANES, _SUBLANES = 128, 8
+# Queries and log-sum-exps of a row stay for all its blocks; hundreds of queries need more than the usual 16 MiB.
+_COMPILER_PARAMS = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=48 << 20)
 
 
 def refusal(queries: Array, keys: Array) -> str | None:
@@ -81,7 +83,7 @@ def statistics(
             out_specs=out_specs,
         ),
         out_shape=out_shape,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        compiler_params=_COMPILER_PARAMS,
         interpret=interpret,
         name="window_statistics",
     )(jnp.max(positions, axis=1), positions[..., None], queries, keys, logsumexp[..., None])
@@ -126,7 +128,7 @@ def logsumexp(queries: Array, positions: Array, keys: Array, scale: float, inter
             scratch_shapes=[pltpu.VMEM((2, K, G * padded, 1), jnp.float32)],
         ),
         out_shape=jax.ShapeDtypeStruct((B, K, G, padded, 1), jnp.float32),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        compiler_params=_COMPILER_PARAMS,
         interpret=interpret,
         name="window_logsumexp",
     )(jnp.max(positions, axis=1), positions[..., None], queries, keys)

@@ -24,6 +24,8 @@ from kvec_jax.typing import Array
 
 # Weights that one program holds at a time: queries of a head times keys.
 _WEIGHTS = 8192
+# Shared memory for the queries of one head.
+_QUERY_BYTES = 1 << 17
 # Products of float32 run on the plain cores, fully unrolled: how many multiplications one may have.
 _EXACT_PRODUCTS = 1 << 17
 _LEAST = 16  # rows and columns that the tensor cores take
@@ -36,10 +38,11 @@ def refusal(queries: Array, keys: Array) -> str | None:
         return f"expected float queries and keys of one type, got {queries.dtype} and {keys.dtype}"
     G, W, D = queries.shape[2:]
     rows = pl.next_power_of_2(G) * pl.next_power_of_2(W)
-    if rows * _LEAST > 2 * _WEIGHTS:
-        return f"expected at most {2 * _WEIGHTS // _LEAST} queries for each key-value head, got {rows} (powers of two)"
     if D > 256:
         return f"expected heads of at most 256, got {D}"
+    most = min(2 * _WEIGHTS // _LEAST, _QUERY_BYTES // (pl.next_power_of_2(D) * keys.dtype.itemsize))
+    if rows > most:
+        return f"expected at most {most} queries for each key-value head, got {rows} (powers of two)"
     return None
 
 

@@ -165,5 +165,5 @@ def test_what_a_kernel_cannot_do_is_refused_with_the_reason():
         with pytest.raises(UnsupportedError, match="window_scores: .*of one type, got bfloat16 and float32"):
             arrays = queries.astype(jnp.bfloat16), positions, keys
             window_scores(*arrays, None, scale=1.0, implementation=implementation)
-    with pytest.raises(UnsupportedError, match="at most 1024 queries for each key-value head, got 2048"):
+    with pytest.raises(UnsupportedError, match="at most 512 queries for each key-value head, got 2048"):
         window_scores(queries, positions, keys, None, scale=1.0, implementation="pallas_gpu")
