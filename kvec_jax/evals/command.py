@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib
 import os
 import pathlib
 from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ def add_eval(commands) -> None:
         "in tables (report.md, report.csv, times.md) and pictures. When it is interrupted, the same command goes on.",
     )
     parser.add_argument("--out", metavar="DIR", help="folder for the results (default: eval-MODEL)")
-    add_options(parser)
+    _add_options(parser)
+    _add_no_pictures(parser)
     parser.set_defaults(run=_eval)
 
 
@@ -28,12 +30,15 @@ def add_report(commands) -> None:
     """Adds ``kvec report``."""
     parser = commands.add_parser("report", help="write the tables and pictures of an evaluation again")
     parser.add_argument("folder", metavar="DIR", help="where kvec eval wrote its results")
-    parser.add_argument("--no-pictures", action="store_true", help="tables only")
-    parser.set_defaults(run=lambda arguments: report(arguments.folder, pictures=not arguments.no_pictures))
+    _add_no_pictures(parser)
+    parser.set_defaults(run=lambda arguments: report(arguments.folder, pictures=arguments.pictures))
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds what is run, and on which model."""
+def _add_no_pictures(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-pictures", action="store_false", dest="pictures", help="tables only")
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
     words = _list_of(str)
     parser.add_argument(
         "--model",
@@ -95,6 +100,8 @@ def _eval(arguments: argparse.Namespace) -> None:
     out = arguments.out or f"eval-{pathlib.PurePath(arguments.model).name}"
     console = Console(stderr=True, highlight=False)
     # What can be wrong is looked at before the model is loaded.
+    if arguments.pictures:
+        importlib.import_module("kvec_jax.evals.plots")
     settings = Settings(
         protocols=tuple(arguments.protocols),
         batch=arguments.batch,
@@ -114,7 +121,7 @@ def _eval(arguments: argparse.Namespace) -> None:
     except KeyboardInterrupt:
         console.print(f"Interrupted. The same command goes on from {os.fspath(out)}.", markup=False)
         raise
-    report(out)
+    report(out, pictures=arguments.pictures)
 
 
 def _check_tasks(arguments: argparse.Namespace) -> tuple[list[str], list]:

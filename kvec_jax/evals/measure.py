@@ -50,7 +50,6 @@ def run_batch(
         policies = tuple(policy for _, policy in group)
         (logits, caches), seconds = programs.read(policies, tokens, lengths, reserve)
         for (trial, _), cache in zip(group, caches, strict=True):
-            facts = {"prefill_seconds": seconds / len(batch), "read_together": len(group)}
             costs, before = _costs(cache, lengths), logits
             if question.shape[1]:
                 (before, cache), _ = programs.ask(cache, question, question_lengths)
@@ -60,7 +59,9 @@ def run_batch(
             if trial is None:
                 continue
             answers, spent = programs.answer(cache, before, new) if new else (None, 0.0)
-            yield trial.label, _results(lm, batch, measured, costs, answers, facts | _seconds(spent, len(batch)))
+            times = {"prefill_seconds": seconds / len(batch), "decode_seconds": spent / len(batch)}
+            facts = times | {"read_together": len(group)}
+            yield trial.label, _results(lm, batch, measured, costs, answers, facts)
 
 
 def _groups(trials: Sequence[Trial], lm: LanguageModel, shape, settings: Settings) -> Iterator[list]:
@@ -89,10 +90,6 @@ def _cache_bytes(lm: LanguageModel, policy: Policy, B: int, T: int) -> int:
 def _pad(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     longest = max(map(len, rows))
     return pad(rows, -(-longest // _STEP) * _STEP)
-
-
-def _seconds(decode: float, rows: int) -> dict[str, float]:
-    return {"decode_seconds": decode / rows}
 
 
 def _costs(cache: CompressedKV, lengths: np.ndarray) -> list[dict[str, Any]]:

@@ -19,8 +19,7 @@ def score(example: Example, answer: str) -> float:
     """How right an answer to an example is: by the best of its right answers, where they are alternatives.
 
     Raises:
-        ValueError: If the example's metric is unknown.
-        ImportError: If the metric needs a library that isn't there; it names the extra.
+        ValueError, ImportError: As ``find`` does.
     """
     if example.first_line:
         answer = answer.lstrip("\n").split("\n")[0]
@@ -32,9 +31,12 @@ def find(name: str) -> Callable[[str, Sequence[str], Sequence[str]], float]:
 
     Raises:
         ValueError: If there is none; it lists those there are.
+        ImportError: If it needs a library that isn't there; it names the extra.
     """
     if name not in METRICS:
         raise ValueError(f"unknown metric {name!r}. Known: {', '.join(sorted(METRICS))}")
+    if name == "rouge_l":
+        _rouge()
     return METRICS[name]
 
 
@@ -70,16 +72,21 @@ def rouge_l(answer: str, right: str) -> float:
     Raises:
         ImportError: If the package isn't there; it names the extra.
     """
+    rouge = _rouge()
+    if not all(re.search(r"[^.\s]", text) for text in (answer, right)):
+        return 0.0
+    try:
+        return rouge.get_scores(answer, right)[0]["rouge-l"]["f"]
+    except RecursionError:  # sentences of about a thousand words, where LongBench counts 0
+        return 0.0
+
+
+def _rouge():
     try:
         from rouge import Rouge
     except ImportError as error:
         raise ImportError("ROUGE-L needs the package rouge: pip install 'kvec-jax[eval]'") from error
-    if not all(re.search(r"[^.\s]", text) for text in (answer, right)):
-        return 0.0
-    try:
-        return Rouge(metrics=["rouge-l"]).get_scores(answer, right)[0]["rouge-l"]["f"]
-    except RecursionError:  # sentences of about a thousand words, where LongBench counts 0
-        return 0.0
+    return Rouge(metrics=["rouge-l"])
 
 
 def classification(answer: str, right: str, classes: Sequence[str]) -> float:

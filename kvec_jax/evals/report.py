@@ -55,10 +55,11 @@ def markdown(results: Results) -> str:
         f"# Evaluation of {results.about.get('model', 'a model')}",
         f"{about}.",
         "Means with 95 % bootstrap intervals over examples. *Gain*: mean paired difference of the score to "
-        f"{BASELINE} with the same budget. *NLL*: negative log-likelihood of the right answer, per token. *KL*: mean "
-        "divergence from the full cache's next-token distributions along the right answer; *same top*: share of its "
-        "tokens before which the most likely token is the full cache's. *Coverage*: share of the prompt that any head "
-        "of any layer keeps. *Kept*: share of the entries. Budgets are tokens per key-value head, or shares.",
+        f"{BASELINE} with the same budget; *KL gain*: likewise of the divergence, of which less is better. *NLL*: "
+        "negative log-likelihood of the right answer, per token. *KL*: mean divergence from the full cache's "
+        "next-token distributions along the right answer; *same top*: share of its tokens before which the most likely "
+        "token is the full cache's. *Coverage*: share of the prompt that any head of any layer keeps. *Kept*: share of "
+        "the entries. Budgets are tokens per key-value head, or shares.",
     ]
     for protocol in results.protocols:
         parts.append(f"## Protocol {protocol}: {_PROTOCOLS[protocol]}")
@@ -80,8 +81,8 @@ def _counts(rows: Iterable[Row]) -> str:
 
 def _table(rows: list[Row]) -> str:
     lines = [
-        "| policy | budget | score | gain | NLL | KL | same top | coverage | kept | cache, MB |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| policy | budget | score | gain | NLL | KL | KL gain | same top | coverage | kept | cache, MB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         policy, budget = budget_of(row.trial)
@@ -90,9 +91,10 @@ def _table(rows: list[Row]) -> str:
             policy,
             budget,
             f"{means['score']:.3f}",
-            "" if row.gain is None else f"{row.gain:+.3f}",
+            f"{row.gains['score']:+.3f}" if row.gains else "",
             f"{means['nll']:.3f}",
             f"{means['kl']:.3f}",
+            f"{row.gains['kl']:+.3f}" if row.gains else "",
             f"{means['agreement'].mean:.3f}",
             f"{means['coverage'].mean:.3f}",
             f"{means['kept'].mean:.3f}",
@@ -113,8 +115,7 @@ def comma_separated(results: Results) -> str:
             for length in [None, *(results.lengths(protocol, task) if task != ALL else [])]:
                 for row in table(results, protocol, task, length):
                     measures = {name: row.means[name] for name in MEASURES}
-                    if row.gain is not None:
-                        measures[f"gain over {BASELINE}"] = row.gain
+                    measures |= {f"{name} less {BASELINE}'s": gain for name, gain in row.gains.items()}
                     start = [protocol, task, length or "all", *budget_of(row.trial)]
                     for name, mean in measures.items():
                         writer.writerow([*start, name, row.examples, *(f"{value:.6g}" for value in mean)])

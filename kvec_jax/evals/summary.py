@@ -9,6 +9,7 @@ from kvec_jax.evals.bootstrap import Mean, mean_of
 from kvec_jax.evals.trials import BASELINE
 from kvec_jax.records import read_records
 
+COMPARED = ("score", "nll", "kl")
 MEASURES = ("score", "nll", "kl", "agreement", "coverage", "kept", "cache_bytes")
 ALL = "all tasks"
 
@@ -88,7 +89,8 @@ class Row:
         trial: Policy and budget.
         examples: How many.
         means: Of each measure.
-        gain: Paired differences of the score to ``BASELINE`` with the same budget; ``None`` where there is none.
+        gains: Of each measure in ``COMPARED``, paired differences to ``BASELINE`` with the same budget; empty where
+            there is none.
     """
 
     protocol: str
@@ -97,7 +99,7 @@ class Row:
     trial: str
     examples: int
     means: dict[str, Mean]
-    gain: Mean | None
+    gains: dict[str, Mean]
 
 
 def table(results: Results, protocol: str, task: str, length: int | None = None) -> list[Row]:
@@ -111,21 +113,17 @@ def table(results: Results, protocol: str, task: str, length: int | None = None)
             continue
         means = {name: mean_of(*[[each[name] for each in group] for group in mine]) for name in MEASURES}
         count = sum(map(len, mine))
-        rows.append(Row(protocol, task, length, trial, count, means, _gain(groups, trial)))
+        rows.append(Row(protocol, task, length, trial, count, means, _gains(groups, trial)))
     return rows
 
 
-def _gain(groups: list[list[dict]], trial: str) -> Mean | None:
+def _gains(groups: list[list[dict]], trial: str) -> dict[str, Mean]:
     policy, budget = budget_of(trial)
     rival = f"{BASELINE}@{budget}"
-    if not budget or policy == BASELINE:
-        return None
-    differences = [
-        [
-            example["results"][trial]["score"] - example["results"][rival]["score"]
-            for example in group
-            if {trial, rival} <= example["results"].keys()
-        ]
-        for group in groups
-    ]
-    return mean_of(*differences) if all(differences) else None
+    both = [[each["results"] for each in group if {trial, rival} <= each["results"].keys()] for group in groups]
+    if not budget or policy == BASELINE or not all(both):
+        return {}
+    return {
+        name: mean_of(*[[results[trial][name] - results[rival][name] for results in group] for group in both])
+        for name in COMPARED
+    }

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+from kvec_jax.forms import Form
 from kvec_jax.policies import Policy
 from kvec_jax.policies.options import make_policy, parse_setting
 
@@ -21,7 +22,7 @@ class Trial:
 
     name: str
     budget: int | float | None
-    policy: Policy
+    policy: Policy | Form
 
     @property
     def label(self) -> str:
@@ -54,5 +55,9 @@ def make_trials(policies: Sequence[str], budgets: Sequence[int | float], model: 
         name, *settings = spec.split(":")
         settings = [parse_setting(setting) for setting in settings]
         own = [None] if name == FULL else dict.fromkeys(budgets)
-        trials += [Trial(spec, budget, make_policy(name, budget, settings, model=model)) for budget in own]
+        for budget in own:
+            policy = make_policy(name, budget, settings, model=model)
+            if not isinstance(policy, Policy | Form):
+                raise ValueError(f"policy {name!r} can't be evaluated: no program reads and answers with its cache")
+            trials.append(Trial(spec, budget, policy))
     return trials
