@@ -1,6 +1,7 @@
 """``kvec compress`` and ``kvec ask``: a text is read once, and asked as often as one likes."""
 
 import argparse
+import pathlib
 import sys
 
 from kvec_jax.command_options import (
@@ -49,6 +50,9 @@ def add_ask(commands) -> None:
 def _compress(arguments: argparse.Namespace) -> None:
     policy = policy_of(arguments)
     text = read_text(arguments.file)
+    folder = pathlib.Path(arguments.out).parent
+    if not folder.is_dir():
+        raise ValueError(f"--out: no such folder: {folder}")
 
     import kvec_jax as kv
 

@@ -40,7 +40,7 @@ def test_readme_names_only_commands_and_policies_that_exist():
     commands = set(re.findall(r"^kvec (\w[\w-]*)", text, re.MULTILINE))
     known = cli._parser()._subparsers._group_actions[0].choices
     assert commands <= set(known)
-    for name in re.findall(r"kv\.(\w+)", text):
+    for name in re.findall(r"\bkv\.(\w+)", text):
         assert hasattr(kvec_jax, name), name
 
 
