@@ -1,66 +1,14 @@
-"""Attention of a prompt over itself, and of new tokens over a compressed cache.
-
-Both are blockwise: no T x T matrix exists, and blocks that no query sees are not touched.
-"""
+"""Attention of new tokens over one layer of a compressed cache, and over one another."""
 
 import jax.numpy as jnp
 from jax import lax
 
 from kvec_jax.cache import CompressedKV
 from kvec_jax.online_softmax import Partial, attend_block, attend_blocks, finish, merge
-from kvec_jax.segments import attend_segments
-from kvec_jax.typing import Array
+from kvec_jax.ragged_attention import ragged_attention
+from kvec_jax.typing import Array, Implementation
 
-QUERY_BLOCK = 256
 KEY_BLOCK = 512
-
-
-def prompt_attention(
-    queries: Array, keys: Array, values: Array, lengths: Array, *, scale: float, reach: Array | None = None
-) -> Array:
-    """Causal attention of a right-padded prompt over itself.
-
-    Args:
-        queries: [B, N, T, D].
-        keys: [B, K, T, D].
-        values: [B, K, T, D].
-        lengths: int32 [B], real tokens of each row. What a padded query gives is of no meaning.
-        scale: Factor on the logits.
-        reach: int32 scalar, traced: how many tokens back a query sees, itself included; ``None`` means all.
-
-    Returns:
-        [B, N, T, D] in the queries' dtype.
-    """
-    B, N, T, D = queries.shape
-    K = keys.shape[1]
-    G = N // K
-    query_block, key_block = min(QUERY_BLOCK, T), min(KEY_BLOCK, T)
-    blocks = -(-T // query_block)
-    # Rows of one key-value head's query group lie together, so that each block of keys is read once for all of them.
-    queries = _pad_axis(queries.reshape(B, K, G, T, D), 3, blocks * query_block)
-    longest = jnp.max(lengths)
-
-    def attend(i):
-        top = i * query_block
-        mine = lax.dynamic_slice_in_dim(queries, top, query_block, axis=3).reshape(B, K, G * query_block, D)
-        positions = jnp.tile(top + jnp.arange(query_block), G)
-
-        def fetch(j):
-            start = jnp.minimum(j * key_block, T - key_block)
-            at = start + jnp.arange(key_block)
-            mask = (at >= j * key_block) & (at <= positions[:, None])
-            if reach is not None:
-                mask &= at > positions[:, None] - reach
-            return _rows(keys, start, key_block), _rows(values, start, key_block), mask
-
-        bottom = jnp.minimum(top + query_block, longest)
-        first = 0 if reach is None else jnp.maximum(top - reach + 1, 0) // key_block
-        last = jnp.where(top < longest, -(-bottom // key_block), 0)
-        out, _ = finish(attend_blocks(mine, fetch, first, last, scale))
-        return out.astype(queries.dtype).reshape(B, K, G, query_block, D)
-
-    out = lax.map(attend, jnp.arange(blocks))  # [blocks, B, K, G, query_block, D]
-    return jnp.moveaxis(out, 0, 3).reshape(B, N, blocks * query_block, D)[:, :, :T]
 
 
 def cache_attention(
@@ -73,6 +21,8 @@ def cache_attention(
     scale: float,
     reach: Array | None = None,
     more: Partial | None = None,
+    implementation: Implementation = None,
+    interpret: bool = False,
 ) -> Array:
     """Attention of new tokens over one layer of a compressed cache (its packed rows and its tail) and over one another.
 
@@ -88,6 +38,8 @@ def cache_attention(
         scale: Factor on the logits.
         reach: int32 scalar, traced: how many tokens back a query sees, itself included; ``None`` means all.
         more: The partial [B, K, G * Q] over what lies beyond pool and tail, if anything does.
+        implementation: Of ``ragged_attention``, see ``kvec_jax.Implementations``.
+        interpret: Whether its kernel is interpreted.
 
     Returns:
         [B, N, Q, D] in the queries' dtype.
@@ -97,34 +49,13 @@ def cache_attention(
     grouped = queries.reshape(B, K, (N // K) * Q, D)
     steps = jnp.tile(jnp.arange(Q), N // K)  # which of the new tokens a grouped query belongs to
     oldest = None if reach is None else cache.next_position[:, None] + steps - reach + 1  # [B, G * Q]
-    partial = attend_segments(grouped, cache, layer, oldest, scale)
-    if cache.tail_capacity:
-        partial = merge(partial, _attend_tail(grouped, cache, layer, oldest, scale))
+    partial = ragged_attention(
+        grouped, cache, layer, oldest, scale=scale, implementation=implementation, interpret=interpret
+    )
     if more is not None:
         partial = merge(partial, more)
     out, _ = finish(_attend_new(partial, grouped, keys, values, steps, reach, scale))
     return out.astype(queries.dtype).reshape(B, N, Q, D)
-
-
-def _attend_tail(queries: Array, cache: CompressedKV, layer: Array, oldest: Array | None, scale: float) -> Partial:
-    """The partial over the tail; work follows the longest tail in use, not its capacity."""
-    B, K, _, D = queries.shape
-    R = cache.tail_capacity
-    block = min(KEY_BLOCK, R)
-    first_position = cache.next_position - cache.tail_length
-
-    def slab(tail, start):
-        return lax.dynamic_slice(tail, (layer, 0, 0, start, 0), (1, B, K, block, D))[0]
-
-    def fetch(i):
-        start = jnp.minimum(i * block, R - block)
-        at = start + jnp.arange(block)
-        mask = ((at >= i * block) & (at < cache.tail_length[:, None]))[:, None, None]
-        if oldest is not None:
-            mask &= (first_position[:, None, None] + at >= oldest[..., None])[:, None]
-        return slab(cache.tail_keys, start), slab(cache.tail_values, start), mask
-
-    return attend_blocks(queries, fetch, 0, -(-jnp.max(cache.tail_length) // block), scale)
 
 
 def _attend_new(
@@ -149,9 +80,3 @@ def _attend_new(
 
 def _rows(x: Array, start: Array, count: int) -> Array:
     return lax.dynamic_slice_in_dim(x, start, count, axis=2)
-
-
-def _pad_axis(x: Array, axis: int, size: int) -> Array:
-    padding = [(0, 0)] * x.ndim
-    padding[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, padding)

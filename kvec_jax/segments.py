@@ -1,4 +1,4 @@
-"""Attention of a few queries over the packed rows of one layer; work and traffic follow the rows really kept."""
+"""Attention of a few queries over the packed rows of one layer, or its tail; work follows the rows really there."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from kvec_jax.cache import CompressedKV
 from kvec_jax.online_softmax import LOWEST, Partial, attend_block, attend_blocks, empty
 from kvec_jax.typing import Array
 
-# Rows of a block of equal segments; one block is copied out of the pool at a time.
+# Rows of a block of equal segments, or of the tail; one block is copied out at a time.
 EQUAL_BLOCK = 512
 # Ragged segments are cut into blocks of this many rows, and so many blocks are attended as one batched product.
 RAGGED_BLOCK = 64
@@ -39,17 +39,50 @@ def attend_segments(queries: Array, cache: CompressedKV, layer: Array, oldest: A
     return _attend_ragged(queries, cache, layer, oldest, scale)
 
 
+def attend_tail(queries: Array, cache: CompressedKV, layer: Array, oldest: Array | None, scale: float) -> Partial:
+    """The partial over a layer's tail, see ``attend_segments``; work follows the longest in use, not the capacity."""
+    B, K, _, D = queries.shape
+    R = cache.tail_capacity
+    block = min(EQUAL_BLOCK, R)
+    first_position = cache.next_position - cache.tail_length
+
+    def slab(tail, start):
+        return lax.dynamic_slice(tail, (layer, 0, 0, start, 0), (1, B, K, block, D))[0]
+
+    def fetch(i):
+        start = jnp.minimum(i * block, R - block)
+        at = start + jnp.arange(block)
+        mask = ((at >= i * block) & (at < cache.tail_length[:, None]))[:, None, None]
+        if oldest is not None:
+            mask &= (first_position[:, None, None] + at >= oldest[..., None])[:, None]
+        return slab(cache.tail_keys, start), slab(cache.tail_values, start), mask
+
+    return attend_blocks(queries, fetch, 0, -(-jnp.max(cache.tail_length) // block), scale)
+
+
 def _attend_shared(queries: Array, cache: CompressedKV, layer: Array, oldest: Array | None, scale: float) -> Partial:
     """Rows of the batch that share a pool stand side by side, as more queries of one row: the pool is read once."""
     share = cache.pool_share
-    B, K, M, D = queries.shape
-    queries = queries.reshape(-1, share, K, M, D).swapaxes(1, 2).reshape(-1, K, share * M, D)
-    oldest = None if oldest is None else oldest.reshape(-1, share * M)
+    oldest = None if oldest is None else oldest.reshape(-1, share * oldest.shape[1])
     owner = dataclasses.replace(cache, tail_length=cache.tail_length[::share])
-    partial = attend_segments(queries, owner, layer, oldest, scale)
-    return jax.tree.map(
-        lambda x: x.reshape(-1, K, share, M, *x.shape[3:]).swapaxes(1, 2).reshape(B, K, M, *x.shape[3:]), partial
-    )
+    return apart(attend_segments(side_by_side(queries, share), owner, layer, oldest, scale), share)
+
+
+def side_by_side(queries: Array, share: int) -> Array:
+    """Queries [B, K, M, D] of rows of the batch that share a pool, as more of one row: [B / share, K, share * M, D]."""
+    B, K, M, D = queries.shape
+    return queries.reshape(B // share, share, K, M, D).swapaxes(1, 2).reshape(B // share, K, share * M, D)
+
+
+def apart(partial: Partial, share: int) -> Partial:
+    """The partial of queries that stood side by side, for each row of the batch again."""
+
+    def split(x):
+        rows, K, M = x.shape[:3]
+        x = x.reshape(rows, K, share, M // share, *x.shape[3:]).swapaxes(1, 2)
+        return x.reshape(rows * share, K, M // share, *x.shape[4:])
+
+    return jax.tree.map(split, partial)
 
 
 def _attend_equal(queries: Array, cache: CompressedKV, layer: Array, oldest: Array | None, scale: float) -> Partial:
