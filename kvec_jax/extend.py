@@ -94,6 +94,8 @@ def run_extend(
             scale=config.scale,
             reach=reach,
             more=more,
+            implementation=how.ragged_attention,
+            interpret=bool(how.interpret),
         )
         recent = None if recent is None else newest_queries(recent, queries, lengths)
         return (block.finish(hidden, attended), beyond), (keys, values, recent)
