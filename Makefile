@@ -6,12 +6,14 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-device lint format bench clean
+.PHONY: help demo test test-all test-aot test-aot-all compile-kernels test-device lint format bench clean
 
 help:
 	@echo "make demo     install into $(VENV) and run the demo: hide facts in a long text, shrink the cache, ask"
 	@echo "make test     install into $(VENV), check the style, run the tests"
 	@echo "make test-all     the slow tests too"
+	@echo "make test-aot     install compilers for TPU and GPU into $(VENV)-aot, compile every kernel for chips that aren't here"
+	@echo "make test-aot-all at every size"
 	@echo "make test-device  the tests that need a TPU or GPU"
 	@echo "make lint | format | bench | clean"
 	@echo "Settings: PYTHON=$(PYTHON)  VENV=$(VENV)  PYTEST_ARGS='-k cache'"
@@ -27,6 +29,17 @@ test: lint
 test-all: lint
 	@echo "==> All tests that need no accelerator"
 	@$(BIN)/python -m pytest -m "not device and not aot_tpu and not aot_gpu" $(PYTEST_ARGS)
+
+# In an environment of its own: where the compilers are installed, JAX looks for their chips, and complains.
+test-aot: AOT_TESTS = (aot_tpu or aot_gpu) and not slow
+test-aot-all: AOT_TESTS = aot_tpu or aot_gpu
+test-aot test-aot-all:
+	@$(MAKE) --no-print-directory VENV=$(VENV)-aot AOT_TESTS="$(AOT_TESTS)" compile-kernels
+
+compile-kernels: $(VENV)/.compilers
+	@echo "==> Kernels, compiled for $$(cat $(VENV)/.compilers)"
+	@KVEC_MUST_COMPILE="$$(cat $(VENV)/.compilers)" XLA_FLAGS= \
+		$(BIN)/python -m pytest -n 2 -m "$(AOT_TESTS)" tests/pallas $(PYTEST_ARGS)
 
 test-device: $(VENV)/.test
 	@echo "==> Tests on the accelerator that JAX finds"
@@ -46,7 +59,7 @@ bench: $(VENV)/.package
 	@$(BIN)/python -m benchmarks.generate
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) $(VENV)-aot .pytest_cache .ruff_cache build dist
 
 # The environment. A stamp file says what is installed; a change of pyproject.toml installs again.
 
@@ -66,3 +79,13 @@ $(VENV)/.test: $(VENV)/.made pyproject.toml
 	@echo "==> Installing kvec_jax and its test tools into $(VENV) (about 350 MB the first time)"
 	@$(BIN)/python -m pip install --quiet --editable ".[test]"
 	@touch $@ $(VENV)/.package
+
+# The stamp says which chips there are compilers for: TPUs always; an NVIDIA GPU where JAX's plugin and the two pieces of
+# CUDA that its compiler reads (libdevice, ptxas) can be had. The rest of CUDA isn't needed.
+$(VENV)/.compilers: $(VENV)/.test
+	@echo "==> Installing the compilers for TPU and GPU into $(VENV) (about 900 MB the first time)"
+	@$(BIN)/python -m pip install --quiet --editable ".[tpu]"
+	@version=$$($(BIN)/python -c "import jax; print(jax.__version__)"); \
+	if $(BIN)/python -m pip install --quiet --no-deps "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" \
+	    "nvidia-cuda-nvcc==13.*" "nvidia-nvvm==13.*"; then echo v5e v5p v6e h100 > $@; \
+	else echo "==> No compiler for NVIDIA GPUs here: those kernels go uncompiled"; echo v5e v5p v6e > $@; fi
