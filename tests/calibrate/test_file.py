@@ -16,7 +16,7 @@ from kvec_jax.errors import LoadError
 from kvec_jax.models.registry import KNOWN_MODELS
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-SHAPES = {"smollm2-135m": (30, 9)}
+SHAPES = {"smollm2-135m": (30, 9), "qwen2.5-coder-0.5b": (24, 14)}
 EXAMPLE = Calibration(model="m", heads=((1, 0), ()), layer_weights=(0.25, 0.75), provenance={"text": "[\n 1  2\n]"})
 
 
