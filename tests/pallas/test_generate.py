@@ -21,8 +21,8 @@ POLICIES = {
     ),
     "adakv": kv.AdaKV(40),
 }
-# Those that between them go through all kernels of a platform; an interpreted kernel takes seconds to compile.
-QUICK = [("pallas_tpu", "kvec"), ("pallas_tpu", "laprox"), ("pallas_gpu", "laprox")]
+# Goes through all kernels of a platform. Interpreted ones take long to compile: the others are slow.
+QUICK = [("pallas_tpu", "laprox")]
 CASES = [
     pytest.param(kernels, name, marks=() if (kernels, name) in QUICK else pytest.mark.slow)
     for kernels in ("pallas_tpu", "pallas_gpu")
@@ -56,6 +56,7 @@ def test_kernels_keep_and_say_what_xla_does(implementation, name):
     np.testing.assert_array_equal(tokens, plain_tokens)
 
 
+@pytest.mark.slow
 def test_each_operation_takes_an_implementation_of_its_own():
     model, prompts = inputs()
     how = kv.Implementations(select_top_k="pallas_tpu", window_scores="pallas_gpu", ragged_attention="xla")
