@@ -1,71 +1,75 @@
 """A long text from a cache of fixed size: ``python -m benchmarks.rolling``.
 
-Prints what the program holds beside its arguments, as XLA reports it, for ever longer generations with a limited tail
-and without; then the text of the longest, to be read, with the share of its runs of four words that occur once.
+Prints the process's memory as the text grows, and then the text itself, to be read, with the share of its runs of four
+words that occur once. ``--tail 0`` keeps all that is generated, for comparison.
 """
 
 import argparse
+import pathlib
 import time
 
 import jax
-import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 import kvec_jax as kv
 from benchmarks.common import machine
 from kvec_jax.demo import reference_text
 from kvec_jax.policies.options import make_policy
 
+_EVERY = 500
+
 
 def main() -> None:
-    """Prints the machine, a table with one row per length, and a text."""
+    """Prints the machine, a line every few hundred tokens, and the text."""
     options = _options()
-    console = Console(width=110)
+    console = Console(width=110, highlight=False)
     lm = kv.load(options.model, dtype=options.dtype)
-    console.print(machine(options.model, lm.model.dtype), highlight=False)
-    tokens, lengths = _prompt(lm, options.tokens)
-    policy = make_policy(options.policy, options.budget)
-    table = Table(title=f"Program, MB: {options.tokens:,} tokens read, {options.policy} {options.budget}")
-    for heading in ("generated", f"tail {options.tail}", "no limit"):
-        table.add_column(heading, justify="right")
-
-    def program(new, tail):
-        def run(model, tokens, lengths):
-            return kv.generate(
-                model, tokens, lengths, policy, _SAMPLER, jax.random.key(0), new, eos_token_ids=(), tail=tail
-            )
-
-        return jax.jit(run).lower(lm.model, tokens, lengths).compile()
-
-    for new in (options.new // 4, options.new // 2, options.new):
-        with console.status(f"{new:,} tokens"):
-            limited, free = program(new, options.tail), program(new, None)
-        table.add_row(f"{new:,}", _megabytes(limited), _megabytes(free))
-    console.print(table)
-    start = time.perf_counter()
-    written = np.asarray(limited(lm.model, tokens, lengths))[0].tolist()
-    seconds = time.perf_counter() - start
-    text = lm.tokenizer.decode(written)
-    console.print(
-        f"{len(written):,} tokens in {seconds:.0f} s; {_once(text):.1%} of all four words in a row occur once"
+    console.print(machine(options.model, lm.model.dtype))
+    console.print(f"{options.policy}, pool {options.budget}, tail {options.tail or 'without limit'}")
+    watch = _Watch(console, lm.tokenizer)
+    output = lm.generate(
+        _messages(lm, options.tokens),
+        policy=make_policy(options.policy, options.budget),
+        max_new_tokens=options.new,
+        sampler=kv.Sample(temperature=0.8, top_p=0.95),
+        key=jax.random.key(options.seed),
+        stream=watch,
+        eos_token_ids=(),
+        tail=options.tail or None,
     )
-    console.print(text, markup=False, highlight=False)
+    stats = output.stats
+    console.print(
+        f"{stats.prompt_tokens:,} tokens read in {stats.prefill_seconds:.0f} s, {stats.new_tokens:,} written at "
+        f"{stats.tokens_per_second:.1f} a second; {_once(output.text):.1%} of all runs of four words occur once\n"
+    )
+    console.print(output.text, markup=False)
 
 
-_SAMPLER = kv.Sample(temperature=0.8, top_p=0.95)
+class _Watch:
+    """Prints the memory of the process every so many tokens."""
+
+    def __init__(self, console: Console, tokenizer):
+        self._console, self._tokenizer = console, tokenizer
+        self._text, self._next, self._start = "", 0, time.perf_counter()
+
+    def __call__(self, piece: str) -> None:
+        self._text += piece
+        count = len(self._tokenizer.encode(self._text))
+        if count >= self._next:
+            seconds = time.perf_counter() - self._start
+            self._console.print(f"{count:6,} tokens, {seconds:6.0f} s, {_resident():,.0f} MB resident")
+            self._next += _EVERY
 
 
-def _prompt(lm, length: int):
-    text = lm.tokenizer.decode(lm.tokenizer.encode(reference_text()[: 16 * length])[: length - 100])
-    messages = [{"role": "user", "content": f"{text}\n\nExplain all of this at length, in your own words."}]
-    ids = np.array([lm.encode(messages)], np.int32)
-    return ids, np.array([ids.shape[1]], np.int32)
+def _resident() -> float:
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / 1e6
 
 
-def _megabytes(program) -> str:
-    memory = program.memory_analysis()
-    return f"{(memory.temp_size_in_bytes + memory.output_size_in_bytes) / 1e6:.1f}"
+def _messages(lm, length: int) -> list[dict]:
+    """A question about as much of the reference as makes ``length`` tokens with it, or a few less."""
+    text = lm.tokenizer.decode(lm.tokenizer.encode(reference_text()[: 16 * length])[: length - 60])
+    return [{"role": "user", "content": f"{text}\n\nExplain all of this at length, in your own words."}]
 
 
 def _once(text: str) -> float:
@@ -83,6 +87,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--policy", default="snapkv")
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--tail", type=int, default=512)
+    parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 

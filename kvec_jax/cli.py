@@ -119,6 +119,9 @@ def _add_generate(commands) -> None:
         "--policy", default="full", metavar="NAME", help="such as streaming or snapkv (default: full)"
     )
     add_policy_arguments(generate)
+    generate.add_argument(
+        "--tail", type=int, metavar="N", help="hold so many new tokens, then choose again (default: all)"
+    )
     add_answer_arguments(generate)
     generate.add_argument(
         "--implementation",
@@ -207,6 +210,9 @@ def _generate(arguments: argparse.Namespace) -> None:
         sampler=sampler,
         key=jax.random.key(arguments.seed),
         stream=write if arguments.stream else None,
+        chunk=arguments.chunk,
+        tail=arguments.tail,
+        cache_dtype=arguments.cache_dtype,
         implementation=arguments.implementation,
     )
     print("" if arguments.stream else output.text, flush=True)

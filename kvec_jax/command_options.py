@@ -40,6 +40,8 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibration", metavar="FILE", help="of kvec calibrate, for compresskv (default: the one shipped for MODEL)"
     )
+    parser.add_argument("--chunk", type=int, metavar="N", help="read so many tokens at a time (default: all at once)")
+    parser.add_argument("--cache-dtype", choices=["int8", "int4"], help="how kept entries are stored")
 
 
 def add_answer_arguments(parser: argparse.ArgumentParser) -> None:

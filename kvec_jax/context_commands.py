@@ -57,7 +57,13 @@ def _compress(arguments: argparse.Namespace) -> None:
     import kvec_jax as kv
 
     model = kv.load(arguments.model, dtype=arguments.dtype)
-    context = model.compress(text, policy, chat=False if arguments.raw else None)
+    context = model.compress(
+        text,
+        policy,
+        chat=False if arguments.raw else None,
+        chunk=arguments.chunk,
+        cache_dtype=arguments.cache_dtype,
+    )
     context.save(arguments.out)
     full = model.config.kv_bytes(context.tokens, context.cache.tail_keys.dtype.itemsize)
     size = context.cache.pool_nbytes

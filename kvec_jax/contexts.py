@@ -18,11 +18,12 @@ from kvec_jax.dialogue import BREAK, Frame, first_tokens, later_tokens
 from kvec_jax.extend import extend, run_extend
 from kvec_jax.generate import check_key, end_tokens
 from kvec_jax.identity import ModelIdentity
+from kvec_jax.implementations import Implementations, resolve
 from kvec_jax.policies import Policy
 from kvec_jax.prefill import prefill
 from kvec_jax.running import Output, Run, listeners, pad_prompts, round_up
 from kvec_jax.sampling import Sampler
-from kvec_jax.typing import Array
+from kvec_jax.typing import Array, Implementation
 
 # What each question has of a cache; the rest, the pool, belongs to the context and is never copied.
 _OWN = ("tail_keys", "tail_values", "tail_length", "next_position", "beyond")
@@ -85,13 +86,14 @@ def compress(lm, document: str | Sequence[dict], policy: Policy, chat: bool | No
     return Context(cache=cache, document_tokens=len(ids), policy=repr(policy), model=lm.identity, chat=chat)
 
 
-def extend_context(lm, context: Context, turn: str | Sequence[dict]) -> Context:
+def extend_context(lm, context: Context, turn: str | Sequence[dict], implementation) -> Context:
     """``LanguageModel.extend``."""
     _check(lm, context)
     ids = later_tokens(lm.tokenizer, _turn_text(lm.tokenizer, context, turn))
     tokens, lengths = pad_prompts([ids], lm.config.max_position_embeddings)
     cache = context.cache.reserve(round_up(len(ids), 64))
-    return dataclasses.replace(context, cache=extend(lm.model, cache, tokens, lengths)[1])
+    _, cache = extend(lm.model, cache, tokens, lengths, implementation=implementation)
+    return dataclasses.replace(context, cache=cache)
 
 
 def ask(
@@ -103,6 +105,7 @@ def ask(
     key: Array | None,
     stream: Callable[..., None] | None,
     eos_token_ids: Sequence[int] | None,
+    implementation: Implementation | Implementations,
 ) -> Output | list[Output]:
     """``LanguageModel.ask``."""
     _check(lm, context)
@@ -113,11 +116,12 @@ def ask(
     tokens, lengths = pad_prompts(ids, lm.config.max_position_embeddings)
     key, ends = check_key(sampler, key, len(ids)), end_tokens(lm.model, eos_token_ids)
     hears = listeners(lm.tokenizer, stream, single, len(ids), ends)
+    how = resolve(implementation, lm.model)
     run = Run()
     inputs = lm.model, context.cache, tokens, lengths, sampler, key
-    first = run.compile(_begin, *inputs, round_up(max_new_tokens, 64), ends)
+    first = run.compile(_begin, *inputs, round_up(max_new_tokens, 64), ends, how)
     state = run.read(first, *inputs)
-    more = run.compile(_go_on, lm.model, context.cache, state, sampler, key, jnp.int32(0), ends)
+    more = run.compile(_go_on, lm.model, context.cache, state, sampler, key, jnp.int32(0), ends, how)
 
     def go_on(state, until):
         return more(lm.model, context.cache, state, sampler, key, until)
@@ -127,8 +131,8 @@ def ask(
     return outputs[0] if single else outputs
 
 
-@functools.partial(jax.jit, static_argnames=("capacity", "eos_token_ids"))
-def _begin(model, cache, tokens, lengths, sampler, key, capacity, eos_token_ids) -> DecodeState:
+@functools.partial(jax.jit, static_argnames=("capacity", "eos_token_ids", "how"))
+def _begin(model, cache, tokens, lengths, sampler, key, capacity, eos_token_ids, how) -> DecodeState:
     """The state after every question's first token; in place of a cache it has what is each question's own."""
     B, Q = tokens.shape
     room = [(0, 0)] * 3 + [(0, Q + capacity), (0, 0)]
@@ -145,14 +149,14 @@ def _begin(model, cache, tokens, lengths, sampler, key, capacity, eos_token_ids)
         next_position=jnp.repeat(cache.next_position, B),
         beyond=beyond,
     )
-    logits, cache = run_extend(model, cache, tokens, lengths)
+    logits, cache = run_extend(model, cache, tokens, lengths, how=how)
     return _without_pool(begin(cache, logits, sampler, key, capacity, eos_token_ids))
 
 
-@functools.partial(jax.jit, static_argnames="eos_token_ids", donate_argnames="state")
-def _go_on(model, cache, state, sampler, key, until, eos_token_ids) -> DecodeState:
+@functools.partial(jax.jit, static_argnames=("eos_token_ids", "how"), donate_argnames="state")
+def _go_on(model, cache, state, sampler, key, until, eos_token_ids, how) -> DecodeState:
     state = dataclasses.replace(state, cache=dataclasses.replace(cache, **state.cache))
-    return _without_pool(advance(model, state, sampler, key, until, eos_token_ids))
+    return _without_pool(advance(model, state, sampler, key, until, eos_token_ids, how))
 
 
 def _without_pool(state: DecodeState) -> DecodeState:

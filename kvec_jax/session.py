@@ -147,6 +147,7 @@ class LanguageModel:
         chat: bool | None = None,
         chunk: int | None = None,
         cache_dtype: str | None = None,
+        implementation: Implementation | Implementations = None,
     ) -> Context:
         """Reads a document once, and keeps what the policy chooses of its cache, to be asked about later.
 
@@ -160,6 +161,7 @@ class LanguageModel:
                 does where the model has a chat template.
             chunk: Tokens to read at a time, see ``kvec_jax.prefill``.
             cache_dtype: ``"int8"`` or ``"int4"``: how kept rows are stored; see ``kvec_jax.prefill``.
+            implementation: How operations are carried out, see ``prefill``.
 
         Returns:
             The context, for ``ask``, ``extend`` and ``Context.save``.
@@ -167,15 +169,23 @@ class LanguageModel:
         Raises:
             TypeError, ValueError: For arguments that can't be, such as a document beyond the model's context.
         """
-        return contexts.compress(self, document, policy, chat, chunk=chunk, cache_dtype=cache_dtype)
+        settings = dict(chunk=chunk, cache_dtype=cache_dtype, implementation=implementation)
+        return contexts.compress(self, document, policy, chat, **settings)
 
-    def extend(self, context: Context, turn: str | Sequence[dict]) -> Context:
+    def extend(
+        self,
+        context: Context,
+        turn: str | Sequence[dict],
+        *,
+        implementation: Implementation | Implementations = None,
+    ) -> Context:
         """Adds to a context: more of the document, or questions with their answers. What is added is kept whole.
 
         Args:
             context: Of this model; it stays as it is.
             turn: A string, which is read as more of the document; or messages of user and assistant in turn, such as a
                 question that was asked and its answer. Questions that come next are asked after it.
+            implementation: How operations are carried out, see ``prefill``.
 
         Returns:
             A new context, which shares the memory of what was kept with the old one.
@@ -183,7 +193,7 @@ class LanguageModel:
         Raises:
             TypeError, ValueError: For a turn that can't be, or a context of another model.
         """
-        return contexts.extend_context(self, context, turn)
+        return contexts.extend_context(self, context, turn, implementation)
 
     def ask(
         self,
@@ -195,6 +205,7 @@ class LanguageModel:
         key: Array | None = None,
         stream: Callable[..., None] | None = None,
         eos_token_ids: Sequence[int] | None = None,
+        implementation: Implementation | Implementations = None,
     ) -> Output | list[Output]:
         """Answers questions from a context: all as one batch, each as if it were the only one.
 
@@ -210,6 +221,7 @@ class LanguageModel:
             stream: Called with each new piece of text as it comes: ``stream(text)``, or ``stream(number, text)`` for a
                 list.
             eos_token_ids: Tokens that end an answer; ``None`` means the model's own.
+            implementation: How operations are carried out, see ``prefill``.
 
         Returns:
             An ``Output``, or a list of them.
@@ -217,7 +229,8 @@ class LanguageModel:
         Raises:
             TypeError, ValueError: For arguments that can't be, or a context of another model.
         """
-        return contexts.ask(self, context, question, max_new_tokens, sampler, key, stream, eos_token_ids)
+        settings = max_new_tokens, sampler, key, stream, eos_token_ids, implementation
+        return contexts.ask(self, context, question, *settings)
 
     def _check_lengths(self, ids: list[list[int]], max_new_tokens: int) -> None:
         if not ids:

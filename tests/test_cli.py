@@ -100,6 +100,12 @@ def test_generate_takes_every_policy_by_name(fake, capsys):
         assert run(capsys, "generate", "Who?", "--policy", name)[0] == 0
 
 
+def test_generate_passes_on_what_limits_the_memory(fake, capsys):
+    run(capsys, "generate", "Who?", "--chunk", "512", "--tail", "64", "--cache-dtype", "int8")
+    limits = {name: fake.calls[0][1][name] for name in ("chunk", "tail", "cache_dtype")}
+    assert limits == dict(chunk=512, tail=64, cache_dtype="int8")
+
+
 def test_generate_passes_on_settings(fake, capsys):
     run(capsys, "generate", "Who?", "--policy", "snapkv", "--set", "window=16", "--set", "pooling=avg")
     assert fake.calls[0][1]["policy"] == kv.SnapKV(budget=256, window=16, pooling="avg")

@@ -10,6 +10,7 @@ import pytest
 
 import kvec_jax as kv
 from kvec_jax import contexts
+from kvec_jax.implementations import resolve
 from kvec_jax.testing import tiny_language_model
 
 DOCUMENT = "The ship's log. " + " ".join(f"Day {i}: wind from the {'NESW'[i % 4]}." for i in range(20))
@@ -71,7 +72,7 @@ def test_many_questions_are_each_of_them_alone_and_the_context_stays(name):
 def test_questions_do_not_copy_what_was_kept():
     cache, B = context().cache, 16
     tokens, lengths = jnp.ones((B, 64), jnp.int32), jnp.full((B,), 64)
-    arguments = lm().model, cache, tokens, lengths, kv.Greedy(), jax.random.key(0), 64, ()
+    arguments = lm().model, cache, tokens, lengths, kv.Greedy(), jax.random.key(0), 64, (), resolve(None, lm().model)
     state = contexts._begin(*arguments)
     shapes = [leaf.shape for leaf in jax.tree.leaves(state.cache)]
     assert not any(cache.keys.shape[1] in shape for shape in shapes)
