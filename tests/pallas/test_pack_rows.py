@@ -23,7 +23,7 @@ def check(spec, S, pack=run, **how):
         np.testing.assert_array_equal(np.asarray(packed, np.float32), rows)
 
 
-@pytest.mark.parametrize("spec", arg_specs.PROMPTS, ids=arg_specs.ids)
+@pytest.mark.parametrize("spec", [spec for spec in arg_specs.PROMPTS if spec.G in (1, 3, 7)], ids=arg_specs.ids)
 @every_implementation
 def test_rows(implementation, spec):
     check(spec, 200, implementation=implementation, interpret=True)

@@ -27,10 +27,26 @@ def expected(spec, queries, keys, values, reach):
     return weights @ v / weights.sum(-1, keepdims=True), (largest + np.log(weights.sum(-1, keepdims=True)))[..., 0]
 
 
-@pytest.mark.parametrize("reaches", [[None], [20, 1000]], ids=["global", "local"])
 @pytest.mark.parametrize("spec", arg_specs.PROMPTS, ids=arg_specs.ids)
 @every_implementation
-def test_attention(implementation, spec, reaches):
+def test_attention(implementation, spec):
+    check(spec, [None], implementation)
+
+
+@pytest.mark.parametrize("spec", [arg_specs.PROMPTS[0], arg_specs.PROMPTS[3]], ids=arg_specs.ids)
+@every_implementation
+def test_attention_that_may_be_local(implementation, spec):
+    check(spec, [20, 1000], implementation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", arg_specs.WIDE_PROMPTS, ids=arg_specs.ids)
+@every_implementation
+def test_attention_of_all_shapes(implementation, spec):
+    check(spec, [20, 10_000], implementation)
+
+
+def check(spec, reaches, implementation):
     arrays = inputs(spec)
     lengths = jnp.array(spec.lengths)
 
