@@ -57,10 +57,9 @@ def test_prompt_of_one_block_and_in_default_blocks_are_the_same(monkeypatch):
     np.testing.assert_allclose(blocks, attend_prompt(q, k, v, jnp.array([700]), scale=SCALE)[0], atol=1e-5)
 
 
-def build(rng, counts, D, segment_rows, tail_length, tail_capacity, dtype=np.float32, spare=5, rows=None):
-    """A cache with random rows, ``counts`` [B, L, K], and rubbish wherever nothing may be read."""
+def build(rng, counts, D, segment_rows, tail_length, tail_capacity, dtype=np.float32, spare=5, rows=None, last=200):
+    """A cache with random rows from ``last`` positions, ``counts`` [B, L, K], and rubbish where nothing may be read."""
     B, L, K = counts.shape
-    positions_end = 200
     starts = np.zeros_like(counts)
     for b in range(B):
         at = 0
@@ -73,7 +72,7 @@ def build(rng, counts, D, segment_rows, tail_length, tail_capacity, dtype=np.flo
     for i in np.ndindex(B, L, K):
         n, own = counts[i], slice(starts[i], starts[i] + counts[i])
         keys[i[0], own], values[i[0], own] = normal(rng, n, D), normal(rng, n, D)
-        positions[i[0], own] = np.sort(rng.choice(positions_end, n, replace=False))
+        positions[i[0], own] = np.sort(rng.choice(last, n, replace=False))
     tail_shape = (L, B, K, tail_capacity, D)
     fields = dict(
         keys=keys.astype(dtype),
@@ -84,7 +83,7 @@ def build(rng, counts, D, segment_rows, tail_length, tail_capacity, dtype=np.flo
         tail_keys=normal(rng, *tail_shape).astype(dtype),
         tail_values=normal(rng, *tail_shape).astype(dtype),
         tail_length=np.array(tail_length, np.int32),
-        next_position=np.array(tail_length, np.int32) + positions_end,
+        next_position=np.array(tail_length, np.int32) + last,
         segment_rows=segment_rows,
     )
     return CompressedKV(**{n: x if n == "segment_rows" else jnp.asarray(x) for n, x in fields.items()})

@@ -32,7 +32,7 @@ _SUBLANES, _LANES = 8, 128
 # Most bytes of a block's keys, and most rows. 128 KiB are four times what a v5e reads while a copy begins.
 _BLOCK_BYTES, _BLOCK_ROWS = 1 << 17, 512
 # Blocks in a step; steps whose rows are in VMEM or on their way there.
-_TOGETHER, _SLOTS = 2, 3
+_TOGETHER, _SLOTS = 2, 4
 # Most queries of a head, and of all heads, that a program takes.
 _QUERIES, _ALL_QUERIES = 128, 1024
 
@@ -100,7 +100,7 @@ def attend(
     buffers = [pltpu.VMEM(shape, queries.dtype)] * slots
     running = pltpu.VMEM((heads, rows, _LANES), jnp.float32)
     weighted, sums = pl.pallas_call(
-        functools.partial(_kernel, K=K, S=S, tile=tile, scale=scale, by_tiles=interpret),
+        functools.partial(_kernel, S=S, tile=tile, scale=scale, by_tiles=interpret),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(B * K // heads, blocks),
@@ -168,8 +168,10 @@ def _pad(x: Array, axis: int, size: int) -> Array:
 
 # What the kernel knows of each head, in scalar memory. The sequence of a head: whole tiles of the pool, from the one
 # that holds its first row to the one that holds its last, then whole tiles of the tail.
-_FIELDS = 7
+_FIELDS = 10
 (
+    _ROW,  # of the batch
+    _HEAD,  # among the key-value heads
     _POOL_ROW,  # row of the pool where the sequence begins
     _BEGIN,  # places in the sequence, of the first row that counts ...
     _END,  # ... and one past the last
@@ -177,6 +179,7 @@ _FIELDS = 7
     _TAIL_END,
     _PACKED,  # length of the pool's part
     _TAIL_ROW,  # row of the tail where its part begins
+    _LENGTH,  # of the whole sequence
 ) = range(_FIELDS)
 
 
@@ -185,7 +188,10 @@ def _table(pool: Span, tail: Span, tile: int) -> tuple[Array, Array | None]:
     pool_row, begin, end = _to_tiles(pool, tile)
     packed = _whole(end, tile)
     tail_row, tail_begin, tail_end = _to_tiles(tail, tile)
-    fields = [pool_row, begin, end, packed + tail_begin, packed + tail_end, packed, tail_row]
+    row, head = jnp.indices(packed.shape)
+    tail_begin, tail_end = packed + tail_begin, packed + tail_end
+    length = _whole(tail_end, tile)
+    fields = [row, head, pool_row, begin, end, tail_begin, tail_end, packed, tail_row, length]
     table = jnp.concatenate([x.reshape(-1) for x in fields])
     if pool.seen is None and tail.seen is None:
         return table, None
@@ -231,7 +237,7 @@ class _Blocks(NamedTuple):
 
         def add(head, carry):
             used, blocks = carry
-            end = blocks + pl.cdiv(self.field(_TAIL_END, head), self.S)
+            end = blocks + pl.cdiv(self.field(_LENGTH, head), self.S)
             self.heads[used] = head
             self.first[used] = blocks
             self.last[used] = end
@@ -247,7 +253,6 @@ class _Fetcher(NamedTuple):
         blocks: The list.
         used, total: Heads and blocks in it.
         layer: int32 scalar, whose tail it is.
-        K: Key-value heads.
         together: Blocks in a step.
         sources: Keys and values in HBM.
         buffers: For each slot a pair of them in VMEM, [together * S, D].
@@ -261,7 +266,6 @@ class _Fetcher(NamedTuple):
     used: Array
     total: Array
     layer: Array
-    K: int
     together: int
     sources: tuple[Rows, Rows]
     buffers: list[tuple[jax.Array, jax.Array]]
@@ -299,9 +303,8 @@ class _Fetcher(NamedTuple):
         field, S = self.blocks.field, self.blocks.S
         head = self.blocks.heads[index]
         at = (block - self.blocks.first[index]) * S
-        end = jnp.where(block < self.total, _whole(field(_TAIL_END, head), self.blocks.tile), 0)
-        packed = field(_PACKED, head)
-        row, kv_head = lax.div(self.blocks.base + head, self.K), lax.rem(self.blocks.base + head, self.K)
+        end = jnp.where(block < self.total, field(_LENGTH, head), 0)
+        packed, row, kv_head = (field(name, head) for name in (_PACKED, _ROW, _HEAD))
         pool_rows = jnp.clip(jnp.minimum(packed, end) - at, 0, S)
         rows = jnp.clip(end - at, 0, S)
         for source, buffer in zip(self.sources, self.buffers[slot]):
@@ -379,7 +382,6 @@ def _kernel(
     lists,  # int32 [heads] each
     state,
     *,
-    K: int,
     S: int,
     tile: int,
     scale: float,
@@ -390,7 +392,7 @@ def _kernel(
     used, total = blocks.fill()
     steps = pl.cdiv(total, together)
     buffers = list(zip(key_buffers, value_buffers))
-    fetcher = _Fetcher(blocks, used, total, layer[0], K, together, (keys, values), buffers, arrived, state, by_tiles)
+    fetcher = _Fetcher(blocks, used, total, layer[0], together, (keys, values), buffers, arrived, state, by_tiles)
     state[state.shape[0] - 1] = 0
 
     def prepare(slot):
