@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvec_jax.calibrate.settings import Text
+from kvec_jax.command_options import add_model_arguments
 from kvec_jax.policies.options import parse_budget
 
 
@@ -40,13 +41,7 @@ def _add_no_pictures(parser: argparse.ArgumentParser) -> None:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     words = _list_of(str)
-    parser.add_argument(
-        "--model",
-        default="smollm2-135m",
-        metavar="MODEL",
-        help="a known name, a hub id, a folder of safetensors or a .gguf file (default: %(default)s)",
-    )
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of weights and cache (default: the model's)")
+    add_model_arguments(parser)
     parser.add_argument("--tasks", type=words, metavar="LIST", help="to be made: needle, multikey, multivalue, "
         "multiquery, passkey, variables, kv, lines, common_words, frequent_words, text (default: needle, unless --data "
         "or --hub is given)")  # fmt: skip
