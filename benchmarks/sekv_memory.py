@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import kvec_jax as kv
+from kvec_jax import host
 from kvec_jax.extend import run_extend
 from kvec_jax.models.rope import Rope
 from kvec_jax.pallas.aot import compile_for, device_of
@@ -71,8 +72,15 @@ def _sizes(options, fields: dict, policy):
         factors = jax.ShapeDtypeStruct(factors.shape, factors.dtype, sharding=there)
         cache = dataclasses.replace(cache, beyond=dataclasses.replace(cache.beyond, factors=factors))
     token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    step = compile_for(options.chip, run_extend, model, cache, token, one, donate_argnums=(1,))
+    step = compile_for(options.chip, _step, model, cache, token, one, donate_argnums=(1,))
     return _Bytes(cache), step.memory_analysis()
+
+
+def _step(model, cache, token, lengths):
+    if cache.beyond is not None:  # the type of an abstract argument doesn't say that it lies on the host
+        beyond = dataclasses.replace(cache.beyond, factors=host.to_host(cache.beyond.factors))
+        cache = dataclasses.replace(cache, beyond=beyond)
+    return run_extend(model, cache, token, lengths)
 
 
 class _Bytes:

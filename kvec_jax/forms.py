@@ -70,7 +70,7 @@ class Form:
         return None
 
     def read(
-        self, model, prepared: Any, tokens: Array, lengths: Array, reserve: int, all_logits: bool
+        self, model, prepared: Any, tokens: Array, lengths: Array, reserve: int, all_logits: bool, how
     ) -> tuple[Array, Any]:
         """Reads prompts under ``jit``; arguments and results are those of ``kvec_jax.prefill.run_prefill``."""
         raise NotImplementedError

@@ -5,7 +5,6 @@ nothing moves unsaid. On CPU both are the same memory, and arrays stay where the
 """
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from kvec_jax.typing import Array
@@ -26,21 +25,22 @@ def to_device(x: Array) -> Array:
     return jax.device_put(x, jax.memory.Space.Device)
 
 
-def fetch(x: Array, start: tuple, shape: tuple[int, ...]) -> Array:
-    """A piece of ``x``, wherever it lies, in the memory of the device.
+def fetch(x: Array, start: Array | int, count: int) -> Array:
+    """Rows of ``x``, wherever it lies, in the memory of the device.
 
-    A contiguous slice is what XLA can copy from host memory without bringing the whole array.
+    XLA copies it from host memory without bringing the whole array, which on TPU must be cut along one axis alone.
 
     Args:
         x: Any array.
-        start: First index along each axis, int32 scalars, may be traced; clamped so that the piece lies inside.
-        shape: Of the piece.
+        start: First row, int32 scalar, may be traced; clamped so that the piece lies inside.
+        count: Rows of the piece; static.
 
     Example:
-        >>> jax.jit(lambda x: fetch(to_host(x), (1, 0), (1, 2)))(jnp.arange(6.0).reshape(3, 2)).tolist()
+        >>> import jax.numpy as jnp
+        >>> jax.jit(lambda x: fetch(to_host(x), 1, 1))(jnp.arange(6.0).reshape(3, 2)).tolist()
         [[2.0, 3.0]]
     """
-    return to_device(lax.dynamic_slice(x, start, shape))
+    return to_device(lax.dynamic_slice_in_dim(x, start, count, axis=0))
 
 
 def is_on_host(x: Array) -> bool:
@@ -48,7 +48,6 @@ def is_on_host(x: Array) -> bool:
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
-def take(x: Array, index: Array, axis: int) -> Array:
-    """Entries of ``x`` along an axis, in the memory in which ``x`` lies; on the way they pass through the device's."""
-    taken = jnp.take(to_device(x), index, axis=axis)
-    return to_host(taken) if is_on_host(x) else taken
+def beside(x: Array, other: Array) -> Array:
+    """``x`` in the memory in which ``other`` lies."""
+    return to_host(x) if is_on_host(other) else x

@@ -101,7 +101,7 @@ def run_prefill(
 ) -> tuple[Array, CompressedKV]:
     """``prefill`` without checks, to be called under ``jit``; ``prepared`` is what ``prepare`` gave."""
     if isinstance(policy, Form):
-        return policy.read(model, prepared, tokens, lengths, reserve, all_logits)
+        return policy.read(model, prepared, tokens, lengths, reserve, all_logits, how)
     if limits.chunk is None:
         logits, cache = _read_at_once(model, prepared, tokens, lengths, policy, reserve, all_logits, how)
     else:

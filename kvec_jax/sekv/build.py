@@ -116,18 +116,18 @@ def build_memory(
             means.append(mean.astype(dtype))
             parts += [jnp.swapaxes(left, -1, -2), right]
         packed = _pack(jnp.concatenate(parts, axis=-1).astype(dtype), ranks, limits.rank_rows(T, D))
-        norms = None if head is None else route_norms(route, means[0])
-        return *means, host.to_host(packed) if apart else packed, norms
+        return *means, packed, None if head is None else route_norms(route, means[0])
 
     routes = None if head is None else head.route[...]
     mean_keys, mean_values, factors, norms = lax.map(build, (keys, values, routes))
+    factors = factors.reshape(-1, factors.shape[-1])
     return SpanMemory(
         keys=mean_keys,
         values=mean_values,
         counts=spans.counts,
         ranks=ranks,
         offsets=offsets,
-        factors=factors,
+        factors=host.to_host(factors) if apart else factors,
         slot_spans=jnp.full((L, B, K, Z), -1, jnp.int32),
         slots=jnp.zeros((L, B, K, Z, largest, 2 * (J + D)), dtype),
         allowed=limits.slots,

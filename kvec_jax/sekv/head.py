@@ -116,7 +116,12 @@ class ZoomHead(nnx.Module):
 
 def normalized(x: Array) -> Array:
     """``x`` [..., D] divided by its length."""
-    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-6)
+    return x * _inverse_length(x)[..., None]
+
+
+def _inverse_length(x: Array) -> Array:
+    """1 / length of ``x`` [..., D]; unlike that of a norm, its gradient is finite where spans are missing, at 0."""
+    return jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, axis=-1), 1e-12))
 
 
 def route_norms(route: Array, mean_keys: Array) -> Array:
@@ -131,7 +136,7 @@ def route_norms(route: Array, mean_keys: Array) -> Array:
     B, K, S, D = mean_keys.shape
     grouped = route.reshape(K, -1, *route.shape[1:])
     projected = jnp.einsum("KGdD,BKSD->BKGSd", grouped, mean_keys.astype(jnp.float32))
-    return (1 / jnp.maximum(jnp.linalg.norm(projected, axis=-1), 1e-6)).reshape(B, -1, S)
+    return _inverse_length(projected).reshape(B, -1, S)
 
 
 def route_scores(

@@ -25,7 +25,7 @@ class SpanMemory:
         counts: int32 [B, S], tokens of each span; 0 where there is none.
         ranks: int32 [B, S].
         offsets: int32 [B, S], first rank row of each span.
-        factors: [L, B, K, F, X], rank rows of all spans, in the host's memory where that is apart.
+        factors: [L * B * K * F, X], F rank rows for each layer, row and head, in the host's memory where that is apart.
         slot_spans: int32 [L, B, K, Z], which span is in each slot; -1 for none.
         slots: [L, B, K, Z, R, X], rank rows of the spans in the slots; rows beyond a span's rank are of others.
         allowed: int32 [B], slots that a row may use at once.
@@ -78,6 +78,9 @@ class SpanMemory:
     def take_rows(self, index: Array) -> "SpanMemory":
         """The rows ``index`` of the batch; see ``kvec_jax.forms.Beyond``."""
         axes = dict.fromkeys(("counts", "ranks", "offsets", "allowed", "fetched"), 0)
-        axes |= dict.fromkeys(("keys", "values", "factors", "slot_spans", "slots", "norms"), 1)
+        axes |= dict.fromkeys(("keys", "values", "slot_spans", "slots", "norms"), 1)
         taken = {name: getattr(self, name) for name in axes if getattr(self, name) is not None}
-        return dataclasses.replace(self, **{name: host.take(x, index, axes[name]) for name, x in taken.items()})
+        taken = {name: jnp.take(x, index, axis=axes[name]) for name, x in taken.items()}
+        factors = host.to_device(self.factors).reshape(*self.slot_spans.shape[:2], -1)
+        factors = jnp.take(factors, index, axis=1).reshape(-1, self.factors.shape[1])
+        return dataclasses.replace(self, factors=host.beside(factors, self.factors), **taken)

@@ -66,11 +66,12 @@ def span_lengths(device_share: float, min_span: int, max_span: int | None) -> tu
 
     Example:
         >>> span_lengths(0.1, 16, None), span_lengths(0.2, 16, None)
-        ((34, 68), (17, 34))
+        ((34, 64), (17, 32))
     """
     longest = _LONGEST_SPAN if max_span is None else max_span
     shortest = min(max(min_span, math.ceil(1 / (_COARSE_SHARE * device_share))), longest)
-    return shortest, min(2 * shortest, longest) if max_span is None else max_span
+    # A multiple of 16, which TPUs and GPUs like.
+    return shortest, max(shortest, min(2 * shortest // 16 * 16, longest)) if max_span is None else max_span
 
 
 def make_limits(

@@ -11,6 +11,7 @@ from kvec_jax.arguments import check_choice, check_count
 from kvec_jax.cache import CompressedKV
 from kvec_jax.errors import UnsupportedError
 from kvec_jax.forms import Form
+from kvec_jax.implementations import Implementations
 from kvec_jax.keeping import keeper
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.models.transformer import Transformer
@@ -51,7 +52,7 @@ class SeKV(Form):
         alpha: How many standard deviations above its mean a surprisal cuts.
         sinks: First tokens that stay exact.
         min_span: Fewest tokens of a span; more where the device's bytes ask for it.
-        max_span: Most tokens of a span; ``None`` means twice the fewest, up to 128.
+        max_span: Most tokens of a span; ``None`` means about twice the fewest, up to 128.
         max_rank: Most rank of a span's factors.
         rank_share: Bytes of a span's factors as a share of those of its rows, at most.
         factors: Where they lie: ``"host"``, ``"device"``, or ``None`` for the host's memory on TPU and GPU and
@@ -117,10 +118,17 @@ class SeKV(Form):
         )  # fmt: skip
 
     def read(
-        self, model: Transformer, prepared: Any, tokens: Array, lengths: Array, reserve: int, all_logits: bool
+        self,
+        model: Transformer,
+        prepared: Any,
+        tokens: Array,
+        lengths: Array,
+        reserve: int,
+        all_logits: bool,
+        how: Implementations,
     ) -> tuple[Array, CompressedKV]:
         """See ``kvec_jax.forms.Form``."""
-        hidden, keys, values = read_everything(model, tokens, lengths)
+        hidden, keys, values = read_everything(model, tokens, lengths, how)
         limits = self.limits(model.config, lengths, tokens.shape[1], keys.dtype.itemsize)
         surprisal = surprisals(model, hidden, tokens)
         spans = segment(surprisal, lengths, limits, self.alpha)
@@ -134,11 +142,13 @@ class SeKV(Form):
         return model.unembed(hidden), cache
 
 
-def read_everything(model: Transformer, tokens: Array, lengths: Array) -> tuple[Array, Array, Array]:
+def read_everything(
+    model: Transformer, tokens: Array, lengths: Array, how: Implementations = Implementations()
+) -> tuple[Array, Array, Array]:
     """Hidden states [B, T, M] of the last layer, and keys and values [L, B, K, T, D] of all layers."""
     B, T = tokens.shape
     config = model.config
-    hidden, pool = read_layers(model, None, tokens, lengths, None, keeper(FullCache(), config, lengths, T))
+    hidden, pool = read_layers(model, None, tokens, lengths, None, keeper(FullCache(), config, lengths, T), how)
     shape = B, config.num_hidden_layers, config.num_key_value_heads, T, config.head_dim
     return hidden, *(jnp.moveaxis(x.reshape(shape), 1, 0) for x in (pool.keys, pool.values))
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvec_jax.extend import run_extend
+from kvec_jax.implementations import Implementations
 from kvec_jax.models.transformer import Transformer
 from kvec_jax.online_softmax import LOWEST, Partial
 from kvec_jax.pool import ragged_pool
@@ -78,9 +79,9 @@ def answer(
     cache = as_cache(nothing, config, jnp.full(B, lesson.length, jnp.int32), 0)
     student = _Student(notes=Notes(jnp.float32(0), jnp.float32(0)), look=look)
     lengths = jnp.full(B, lesson.questions.shape[1], jnp.int32)
-    logits, cache = run_extend(
-        model, dataclasses.replace(cache, beyond=student), lesson.questions, lengths, all_logits=True
-    )
+    cache = dataclasses.replace(cache, beyond=student)
+    how = Implementations(ragged_attention="xla")  # kernels have no gradient
+    logits, cache = run_extend(model, cache, lesson.questions, lengths, True, how)
     return logits, jax.tree.map(lambda total: total / L, cache.beyond.notes)
 
 

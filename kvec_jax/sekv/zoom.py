@@ -125,13 +125,14 @@ def _expand(memory: "SpanMemory", state: _Layer, scores: Array, real: Array, lay
 def _fetch(memory: "SpanMemory", slots: Array, slot_spans: Array, arrives: Array, layer: Array) -> Array:
     """The slots with the rank rows of those that arrive: one slice for each, none for the others."""
     B, K, Z, R, X = slots.shape
+    rank_rows = memory.factors.shape[0] // (memory.keys.shape[0] * B * K)
     listed = indices_of(arrives.reshape(-1), B * K * Z)
     spans = slot_spans.reshape(-1)
 
     def bring(i, slots):
         b, k, z = jnp.unravel_index(listed[i], (B, K, Z))
-        offset = memory.offsets[b, spans[listed[i]]]
-        rows = host.fetch(memory.factors, (layer, b, k, offset, 0), (1, 1, 1, R, X))
+        first = ((layer * B + b) * K + k) * rank_rows + memory.offsets[b, spans[listed[i]]]
+        rows = host.fetch(memory.factors, first, R).reshape(1, 1, 1, R, X)
         return lax.dynamic_update_slice(slots, rows, (b, k, z, 0, 0))
 
     return lax.fori_loop(0, jnp.sum(arrives), bring, slots)

@@ -57,51 +57,52 @@ def test_the_teacher_is_full_attention():
     assert float(divergence(lesson.teacher, lesson.teacher)) == 0
 
 
-def test_every_trained_number_gets_the_gradient_of_finite_differences():
-    """Decisions have no slope: what goes past them is checked with all spans closed, and with all open."""
+@jax.jit
+def _objective(values, model, head, lesson, weights):
+    def total(values):
+        return losses(model, with_values(head, values), lesson, jnp.float32(1), Weights(**weights)).total
+
+    return jax.value_and_grad(total)(values)
+
+
+def objective(values, **changes):
+    """The weighted losses of a head with these values, and their gradient."""
     model, head, lesson = setting()
-    weights = Weights(budget=0.5)
-    for threshold in (-50.0, 50.0):
-        values = values_of(head) | {"threshold": jnp.full_like(head.threshold[...], threshold)}
-
-        @jax.jit
-        def total(values):
-            return losses(model, with_values(head, values), lesson, jnp.float32(1), weights).total
-
-        gradient = jax.jit(jax.grad(total))(values)
-        rng = np.random.default_rng(1)
-        for name in values:
-            direction = jnp.asarray(rng.normal(size=values[name].shape).astype(np.float32))
-            direction /= jnp.linalg.norm(direction)
-            step = 3e-2
-            ahead, behind = (float(total(values | {name: values[name] + s * direction})) for s in (step, -step))
-            np.testing.assert_allclose(
-                float(jnp.sum(gradient[name] * direction)), (ahead - behind) / (2 * step), rtol=0.05, atol=2e-4
-            )
+    weights = dict(zoom=1.0, recon=0.5, budget=0.5, gates=0.1) | changes
+    return _objective(values, model, head, lesson, jax.tree.map(jnp.float32, weights))
 
 
-def test_all_values_receive_a_gradient_and_the_model_none():
-    model, head, lesson = setting()
+def values_at(threshold: float):
+    head = setting()[1]
+    return values_of(head) | {"threshold": jnp.full_like(head.threshold[...], threshold)}
 
-    def total(values, model):
-        return losses(model, with_values(head, values), lesson, jnp.float32(1), Weights()).total
 
-    gradient = jax.grad(total)(values_of(head), model)
+@pytest.mark.parametrize("threshold", [-50.0, 50.0])
+def test_gradients_are_those_of_finite_differences(threshold):
+    """Decisions have no slope: what goes past them is checked with all spans open that may be, and with all closed."""
+    values = values_at(threshold)
+    _, gradient = objective(values)
+    rng = np.random.default_rng(1)
+    for name in values:
+        direction = jnp.asarray(rng.normal(size=values[name].shape).astype(np.float32))
+        direction /= jnp.linalg.norm(direction)
+        step = 3e-2
+        ahead, behind = (float(objective(values | {name: values[name] + s * direction})[0]) for s in (step, -step))
+        slope = float(jnp.sum(gradient[name] * direction))
+        np.testing.assert_allclose(slope, (ahead - behind) / (2 * step), rtol=0.05, atol=1e-3, err_msg=name)
+
+
+def test_every_trained_number_receives_a_gradient():
+    _, gradient = objective(values_of(setting()[1]))
     for name, value in gradient.items():
-        share = np.mean(np.asarray(value) != 0)
-        assert share > 0.99, name
+        assert np.mean(np.asarray(value) != 0) > 0.99, name
 
 
-def test_a_decision_has_slopes_on_both_sides():
+@pytest.mark.parametrize("threshold", [0.0, 3.0])
+def test_a_decision_has_slopes_on_both_sides(threshold):
     """Closed spans whose reading would help are drawn open, and open ones drawn closed."""
-    model, head, lesson = setting()
-
-    def kl(values):
-        return losses(model, with_values(head, values), lesson, jnp.float32(0), Weights(zoom=0, recon=0)).kl
-
-    for threshold in (0.0, 3.0):
-        values = values_of(head) | {"threshold": jnp.full_like(head.threshold[...], threshold)}
-        assert np.all(np.asarray(jax.grad(kl)(values)["threshold"]) != 0)
+    _, gradient = objective(values_at(threshold), zoom=0.0, recon=0.0, budget=0.0)
+    assert np.all(np.asarray(gradient["threshold"]) != 0)
 
 
 def windows():
@@ -121,7 +122,10 @@ def metrics(folder):
 
 def test_an_interrupted_training_goes_on_exactly(tmp_path):
     model = tiny_model(**CHANGES)
+    before = [np.asarray(leaf) for leaf in jax.tree.leaves(model)]
     _, about = train(model, windows(), tmp_path / "whole", TRAINING)
+    for mine, leaf in zip(before, jax.tree.leaves(model), strict=True):
+        np.testing.assert_array_equal(mine, leaf)  # the model learns nothing
 
     def stop(step, _):
         if step == 3:
@@ -144,6 +148,7 @@ def test_an_interrupted_training_goes_on_exactly(tmp_path):
         train(model, windows(), tmp_path / "cut", dataclasses.replace(TRAINING, seed=1))
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss(tmp_path):
     model = tiny_model(**CHANGES)
     settings = dataclasses.replace(TRAINING, steps=30, every=30, lengths=(136,), learning_rate=1e-2)
