@@ -71,9 +71,12 @@ def load_context(path: str | os.PathLike, lm) -> Context:
     Raises:
         LoadError: If there is no such file, it is no context, is damaged, or belongs to another model. The message
             begins with the path.
+        TypeError: If ``lm`` is no ``LanguageModel``.
     """
     import safetensors
 
+    if not isinstance(getattr(lm, "identity", None), ModelIdentity):
+        raise TypeError(f"lm: expected the model that kvec_jax.load gives, got {lm!r}")
     path = pathlib.Path(path)
     with _errors_naming(path):
         about = _read_about(path)

@@ -68,10 +68,10 @@ def test_another_process_answers_the_same(saved):
     assert json.loads(done.stdout) == answer(compressed())
 
 
-@pytest.mark.parametrize("policy", [kv.FullCache(), kv.SnapKV(48, window=8)])
-def test_other_caches_and_turns_are_saved_too(policy, tmp_path):
+@pytest.mark.parametrize("policy, cache_dtype", [(kv.FullCache(), None), (kv.SnapKV(48, window=8), "int4")])
+def test_other_caches_and_turns_are_saved_too(policy, cache_dtype, tmp_path):
     model = tiny_language_model(dtype=jnp.bfloat16)
-    context = model.extend(model.compress(DOCUMENT, policy), "More.")
+    context = model.extend(model.compress(DOCUMENT, policy, cache_dtype=cache_dtype), "More.")
     context.save(tmp_path / "fox.kv")
     loaded = kv.load_context(tmp_path / "fox.kv", model)
     assert repr(loaded.cache) == repr(context.cache)
@@ -132,6 +132,8 @@ def test_other_models(saved):
     assert "another config" in refused(saved, tiny_language_model(intermediate_size=64))
     assert "float32, and this one has bfloat16" in refused(saved, tiny_language_model(dtype=jnp.bfloat16))
     kv.load_context(saved, tiny_language_model(max_position_embeddings=1024))  # that makes no difference
+    with pytest.raises(TypeError, match="lm: expected the model that kvec_jax.load gives, got 'tiny'"):
+        kv.load_context(saved, "tiny")
 
 
 def test_a_failed_save_leaves_the_old_file(saved, monkeypatch):
