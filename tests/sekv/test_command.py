@@ -86,6 +86,7 @@ def test_kvec_spans_says_what_is_wrong(lm, text, capsys, options, message):
     assert (status, err.count("\n")) == (2, 1) and message in err
 
 
+@pytest.mark.slow
 def test_kvec_train_zoom(lm, text, capsys, tmp_path):
     out = tmp_path / "zoom"
     argv = ["train-zoom", "--text", text, text, "--out", out, "--steps", 2, "--lengths", 72, "--queries", 8,

@@ -77,6 +77,7 @@ def values_at(threshold: float):
     return values_of(head) | {"threshold": jnp.full_like(head.threshold[...], threshold)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threshold", [-50.0, 50.0])
 def test_gradients_are_those_of_finite_differences(threshold):
     """Decisions have no slope: what goes past them is checked with all spans open that may be, and with all closed."""
@@ -92,12 +93,14 @@ def test_gradients_are_those_of_finite_differences(threshold):
         np.testing.assert_allclose(slope, (ahead - behind) / (2 * step), rtol=0.05, atol=1e-3, err_msg=name)
 
 
+@pytest.mark.slow
 def test_every_trained_number_receives_a_gradient():
     _, gradient = objective(values_of(setting()[1]))
     for name, value in gradient.items():
         assert np.mean(np.asarray(value) != 0) > 0.99, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threshold", [0.0, 3.0])
 def test_a_decision_has_slopes_on_both_sides(threshold):
     """Closed spans whose reading would help are drawn open, and open ones drawn closed."""
@@ -120,6 +123,7 @@ def metrics(folder):
     return dict(lines)
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_goes_on_exactly(tmp_path):
     model = tiny_model(**CHANGES)
     before = [np.asarray(leaf) for leaf in jax.tree.leaves(model)]
