@@ -76,8 +76,20 @@ def check(spec, queries, cache, oldest=None, **how):
         np.testing.assert_array_equal(np.abs(got) > 1e30, np.abs(want) > 1e30)
 
 
-@pytest.mark.parametrize("spec", arg_specs.SEGMENTS, ids=arg_specs.ids)
-@every_implementation
+def slow_if(condition: bool, *values):
+    return pytest.param(*values, marks=pytest.mark.slow if condition else ())
+
+
+# The interpreted TPU kernel takes seconds to compile.
+@pytest.mark.parametrize(
+    "implementation, spec",
+    [
+        slow_if(implementation == "pallas_tpu" and spec.name not in ("g3", "g4"), implementation, spec)
+        for implementation in ("xla", "pallas_tpu", "pallas_gpu")
+        for spec in arg_specs.SEGMENTS
+    ],
+    ids=arg_specs.ids,
+)
 def test_segments_of_all_kinds(implementation, spec):
     check(spec, *inputs(spec), implementation=implementation, interpret=True)
 
@@ -101,14 +113,14 @@ def test_reach(implementation):
     check(spec, queries, cache, oldest, implementation=implementation, interpret=True)
 
 
-@pytest.mark.parametrize("tail", [0, 7])
+@pytest.mark.parametrize("tail", [slow_if(True, 0), 7])
 @every_implementation
 def test_equal_segments(implementation, tail):
     spec = Segments(name="equal", G=2, D=16, counts=((21, 0), (3, 24)), tail=tail)
     check(spec, *inputs(spec, segment_rows=24), implementation=implementation, interpret=True)
 
 
-@every_implementation
+@pytest.mark.parametrize("implementation", ["xla", slow_if(True, "pallas_tpu"), "pallas_gpu"])
 def test_rows_of_a_batch_that_share_a_pool(implementation):
     spec = Segments(name="shared", G=2, D=16, counts=((21, 0),) * 2, Q=2, tail=8)
     queries, cache = inputs(spec, tail_lengths=[8, 3])
@@ -126,11 +138,7 @@ def test_nothing_to_attend(implementation):
     check(spec, queries, cache, implementation=implementation, interpret=True)
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [pytest.param(x, marks=() if x.name == "local" else pytest.mark.slow) for x in SIMULATED],
-    ids=arg_specs.ids,
-)
+@pytest.mark.parametrize("spec", [slow_if(spec.name != "local", spec) for spec in SIMULATED], ids=arg_specs.ids)
 def test_no_races_and_nothing_out_of_bounds(spec):
     queries, cache = inputs(spec)
     oldest = reaches(spec, cache, 1000) if spec.name == "local" else None
