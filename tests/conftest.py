@@ -10,3 +10,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 from tests.compiled import pytest_sessionfinish, pytest_terminal_summary  # noqa: E402, F401 - hooks
+
+import jax  # noqa: E402
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Frees the compiled programs of a file that is done; those of all files together take gigabytes."""
+    if nextitem is None or nextitem.path != item.path:
+        jax.clear_caches()
