@@ -9,9 +9,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # optimisations. What XLA itself does to a program stays the same.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
-from tests.compiled import pytest_sessionfinish, pytest_terminal_summary  # noqa: E402, F401 - hooks
-
 import jax  # noqa: E402
+
+from tests.compiled import pytest_sessionfinish, pytest_terminal_summary  # noqa: E402, F401 - hooks
 
 
 def pytest_runtest_teardown(item, nextitem):
