@@ -76,6 +76,7 @@ def test_folder_that_cannot_be_written_to(tiny, capsys):
         "700",
         "--examples",
         "1",
+        "--no-pictures",
     ]
     assert cli.main(command) == 2
     assert "/proc/out" in capsys.readouterr().err
