@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import importlib
 import os
 import pathlib
 from collections.abc import Callable, Sequence
@@ -87,6 +86,7 @@ def _eval(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
     import kvec_jax as kv
+    from kvec_jax.evals.plots import check_matplotlib
     from kvec_jax.evals.run import evaluate
     from kvec_jax.evals.settings import Settings
     from kvec_jax.evals.trials import make_trials
@@ -96,7 +96,7 @@ def _eval(arguments: argparse.Namespace) -> None:
     console = Console(stderr=True, highlight=False)
     # What can be wrong is looked at before the model is loaded.
     if arguments.pictures:
-        importlib.import_module("kvec_jax.evals.plots")
+        check_matplotlib()
     settings = Settings(
         protocols=tuple(arguments.protocols),
         batch=arguments.batch,

@@ -8,11 +8,6 @@ from kvec_jax.evals.summary import ALL, Results, budget_of, table
 from kvec_jax.evals.trials import FULL
 from kvec_jax.files import replacing
 
-try:
-    import matplotlib.figure
-except ImportError as error:
-    raise ImportError("pictures need matplotlib: pip install 'kvec-jax[eval]'") from error
-
 _DEPTHS = 8  # rows of a heat map, at most
 _NAMES = {"score": "score", "kl": "KL from the full cache", "nll": "NLL of the right answer"}
 
@@ -98,7 +93,10 @@ def by_depth(results: Results, protocol: str, task: str):
     policies = list(dict.fromkeys(budget_of(trial)[0] for trial in trials))
     columns = max(sum(budget_of(trial)[0] == policy for trial in trials) for policy in policies)
     depths = min(_DEPTHS, len({example["depth"] for example in examples}))
-    figure = matplotlib.figure.Figure(figsize=(2.2 * columns + 1.2, 1.7 * len(policies) + 0.6), layout="constrained")
+    check_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(2.2 * columns + 1.2, 1.7 * len(policies) + 0.6), layout="constrained")
     axes = figure.subplots(len(policies), columns, squeeze=False, sharex=True, sharey=True)
     image = None
     for row, policy in zip(axes, policies, strict=True):
@@ -156,11 +154,22 @@ def _grid(examples: list[dict], trial: str, lengths: list[int], depths: int) -> 
     return grid
 
 
+def check_matplotlib() -> None:
+    """Raises ``ImportError``, with the extra that brings it, where matplotlib isn't installed."""
+    try:
+        import matplotlib.figure  # noqa: F401 - slow to import, and not needed for tables
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install 'kvec-jax[eval]'") from error
+
+
 def _panels(count: int, width: float, height: float):
     columns = min(count, 3)
     rows = -(-count // columns)
     size = max(width * columns, 6.4), height * rows + 0.7
-    figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
+    check_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for axis in axes[count:]:
         axis.set_visible(False)

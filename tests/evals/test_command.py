@@ -90,7 +90,6 @@ def test_missing_matplotlib_is_named(tmp_path, monkeypatch, capsys):
     records = Records(tmp_path / RESULTS, {"model": "tiny"})
     facts = {"task": "own", "protocol": "aware", "length": None, "depth": None, "prompt_tokens": 50}
     records.add("aware/own/0", facts | {"results": {"full": result(1.0)}})
-    monkeypatch.delitem(sys.modules, "kvec_jax.evals.plots", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert cli.main(["report", str(tmp_path)]) == 2
