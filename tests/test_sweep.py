@@ -55,7 +55,7 @@ def test_refused():
     model, (tokens, lengths) = model_of()[0], batch([8], 8)
     with pytest.raises(ValueError, match="policies: expected at least one"):
         sweep(model, tokens, lengths, [])
-    with pytest.raises(TypeError, match="policies: expected ones that choose rows"):
+    with pytest.raises(TypeError, match="policies: expected policies that choose rows"):
         sweep(model, tokens, lengths, [kv.FullCache(), "snapkv"])
     with pytest.raises(ValueError, match="lengths"):
         sweep(model, tokens, jnp.array([9]), [kv.FullCache()])
