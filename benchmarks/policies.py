@@ -1,13 +1,13 @@
 """What compression costs and saves, policy by policy: ``python -m benchmarks.policies``.
 
-Each policy's prefill (compression included) is timed in turn with that of the full cache; processor time says less of
-what a user waits for than seconds do, but is steadier where other programs run. Bytes are those of the buffers; memory
-is what XLA reports for the compiled program beside its arguments.
+All prefills (compression included) are timed in turn, round after round, and each one's fastest is compared with the
+full cache's: whatever else runs on a machine only adds to a time. Processor time says less of what a user waits for than
+seconds do, but is steadier where other programs run. Bytes are those of the buffers; memory is what XLA reports for the
+compiled program beside its arguments.
 """
 
 import argparse
 import functools
-import statistics
 import time
 
 import jax
@@ -28,10 +28,15 @@ def main() -> None:
     options = _options()
     console = Console(width=110)
     lm = kv.load(options.model, dtype=options.dtype)
-    console.print(machine(options.model, lm.model.dtype, options.runs), highlight=False)
+    console.print(machine(options.model, lm.model.dtype), highlight=False)
     tokens, lengths = prompt(lm, options.tokens), jnp.array([options.tokens], jnp.int32)
-    full = _Program(lm.model, kv.FullCache(), tokens, lengths)
+    names = ["full", *options.policies.split(",")]
+    with console.status("compiling"):
+        programs = [_Program(lm.model, make(name, options.budget, options.model), tokens, lengths) for name in names]
+    with console.status("running"):
+        fastest = _fastest(programs, options.runs)
     table = Table(title=f"Prefill and compression of {options.tokens:,} tokens, budget {options.budget}")
+    table.caption = f"fastest of {options.runs}"
     for heading in (
         "policy",
         "seconds",
@@ -42,21 +47,16 @@ def main() -> None:
         "program MB",
     ):
         table.add_column(heading, justify="left" if heading == "policy" else "right")
-    table.add_row("full", "", "1.00", "1.00", f"{_cache(full).pool_nbytes / 1e6:.1f}", "", f"{full.megabytes:.0f}")
-    config = lm.config
-    for name in options.policies.split(","):
-        with console.status(name):
-            program = _Program(lm.model, make(name, options.budget, options.model), tokens, lengths)
-            seconds, *ratios = _compare(full, program, options.runs)
-        cache = _cache(program)
-        rows = options.budget * config.num_key_value_heads * config.num_hidden_layers
-        expected = rows * 2 * config.head_dim * cache.keys.dtype.itemsize
+    rows = options.budget * lm.config.num_key_value_heads * lm.config.num_hidden_layers
+    for name, program, times in zip(names, programs, fastest, strict=True):
+        cache = program.cache
+        expected = rows * 2 * lm.config.head_dim * cache.keys.dtype.itemsize
         table.add_row(
             name,
-            f"{seconds:.2f}",
-            *(f"{ratio:.3f}" for ratio in ratios),
+            f"{times[0]:.2f}",
+            *(f"{own / full:.3f}" for own, full in zip(times, fastest[0], strict=True)),
             f"{cache.nbytes / 1e6:.1f}",
-            f"{cache.nbytes / expected:.3f}",
+            f"{cache.nbytes / expected:.3f}" if name != "full" else "",
             f"{program.megabytes:.0f}",
         )
     console.print(table)
@@ -64,6 +64,8 @@ def main() -> None:
 
 def make(name: str, budget: int, model: str) -> kv.Policy:
     """The policy of that name; CompressKV with the model's own calibration."""
+    if name == "full":
+        return kv.FullCache()
     settings = {"calibration": model} if name == "compresskv" else {}
     return kv.policies.get(name)(budget, **settings)
 
@@ -75,12 +77,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--budget", type=int, default=256)
     parser.add_argument("--policies", default=_DEFAULT)
-    parser.add_argument("--runs", type=int, default=3, help="timed pairs (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=5, help="timed rounds (default: %(default)s)")
     return parser.parse_args()
 
 
 class _Program:
-    """A compiled prefill."""
+    """A compiled prefill, and the cache that it makes."""
 
     def __init__(self, model, policy, tokens, lengths):
         self._arguments = model, prepare(policy, model), tokens, lengths
@@ -88,20 +90,16 @@ class _Program:
         self._compiled = run.lower(*self._arguments).compile()
         memory = self._compiled.memory_analysis()
         self.megabytes = (memory.temp_size_in_bytes + memory.output_size_in_bytes) / 1e6
+        self.cache = self()[1]  # also warms up
 
     def __call__(self):
         return jax.block_until_ready(self._compiled(*self._arguments))
 
 
-def _cache(program: _Program) -> kv.CompressedKV:
-    return program()[1]
-
-
-def _compare(full: _Program, other: _Program, runs: int) -> tuple[float, float, float]:
-    """Median seconds of ``other``, and median ratios of the pairs: of seconds, and of processor time."""
-    pairs = [(_times(full), _times(other)) for _ in range(runs)]
-    ratios = (statistics.median(b[clock] / a[clock] for a, b in pairs) for clock in (0, 1))
-    return statistics.median(b[0] for _, b in pairs), *ratios
+def _fastest(programs: list[_Program], runs: int) -> list[tuple[float, float]]:
+    """Fewest seconds, and fewest of processor time, that each took in ``runs`` rounds of all."""
+    rounds = [[_times(program) for program in programs] for _ in range(runs)]
+    return [tuple(map(min, zip(*times))) for times in zip(*rounds)]
 
 
 def _times(program: _Program) -> tuple[float, float]:

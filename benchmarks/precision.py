@@ -1,7 +1,7 @@
 """How many entries a policy keeps in bfloat16 that it also keeps in float32: ``python -m benchmarks.precision``.
 
-The model is run in both; what they keep of one prompt is compared, over all layers and heads. Beside it stands what two
-random choices of the same size would share.
+The model reads one prompt in both, once for all policies; what they keep is compared, over all layers and heads. Beside
+it stands what two random choices of the same size would share.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from rich.table import Table
 import kvec_jax as kv
 from benchmarks.common import machine, prompt
 from benchmarks.policies import make
+from kvec_jax.sweep import sweep
 
 
 def main() -> None:
@@ -26,11 +27,13 @@ def main() -> None:
     table = Table(title=f"Entries kept of {options.tokens:,} tokens, budget {options.budget}")
     for heading in ("policy", "kept in both", "by chance"):
         table.add_column(heading, justify="left" if heading == "policy" else "right")
-    for name in options.policies or [name for name in kv.policies.names() if name != "full"]:
-        with console.status(name):
-            masks = [_kept(lm, tokens, make(name, options.budget, options.model)) for lm in (exact, rough)]
-        shared = (masks[0] & masks[1]).sum() / masks[0].sum()
-        chance = (masks[0].mean(axis=-1) * masks[1].mean(axis=-1)).sum() * tokens.size / masks[0].sum()
+    names = options.policies or [name for name in kv.policies.names() if name != "full"]
+    policies = [make(name, options.budget, options.model) for name in names]
+    with console.status(f"{len(names)} policies, in float32 and bfloat16"):
+        masks = [_kept(lm, tokens, policies) for lm in (exact, rough)]
+    for name, of_exact, of_rough in zip(names, *masks, strict=True):
+        shared = (of_exact & of_rough).sum() / of_exact.sum()
+        chance = (of_exact.mean(axis=-1) * of_rough.mean(axis=-1)).sum() * tokens.size / of_exact.sum()
         table.add_row(name, f"{shared:.3f}", f"{chance:.3f}")
     console.print(table)
 
@@ -44,15 +47,16 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _kept(lm, tokens, policy: kv.Policy) -> np.ndarray:
-    """Bool [layers, heads, tokens]: what is kept of the prompt."""
-    _, cache = kv.prefill(lm.model, tokens, jnp.array([tokens.size], jnp.int32), policy)
+def _kept(lm, tokens, policies: list[kv.Policy]) -> np.ndarray:
+    """Bool [policies, layers, heads, tokens]: what each keeps of the prompt."""
+    _, caches = sweep(lm.model, tokens, jnp.array([tokens.size], jnp.int32), policies)
     config = lm.config
-    mask = np.zeros((config.num_hidden_layers, config.num_key_value_heads, tokens.size), bool)
-    for layer, heads in enumerate(cache.kept_positions(0)):
-        for head, positions in enumerate(heads):
-            mask[layer, head, positions] = True
-    return mask
+    masks = np.zeros((len(policies), config.num_hidden_layers, config.num_key_value_heads, tokens.size), bool)
+    for mask, cache in zip(masks, caches, strict=True):
+        for layer, heads in enumerate(cache.kept_positions(0)):
+            for head, positions in enumerate(heads):
+                mask[layer, head, positions] = True
+    return masks
 
 
 if __name__ == "__main__":

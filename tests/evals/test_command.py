@@ -19,13 +19,11 @@ def tiny(monkeypatch):
 
 def test_run_and_report(tiny, tmp_path, capsys):
     out = str(tmp_path / "out")
-    command = (
-        f"eval --model tiny --out {out} --tasks needle --policies full,streaming,kvec:kernel=5 --budgets 40".split()
-    )
+    command = f"eval --model tiny --out {out} --tasks needle --policies full,snapkv:kernel=5 --budgets 40".split()
     command += "--lengths 700 --examples 2 --no-pictures".split()
     assert cli.main(command) == 0
     told = capsys.readouterr()
-    assert "kvec:kernel=5" in told.out and "needle, aware 2 of 2" in " ".join(told.err.split())
+    assert "snapkv:kernel=5" in told.out and "needle, aware 2 of 2" in " ".join(told.err.split())
     before = (tmp_path / "out" / "report.md").read_text()
     assert cli.main(["report", out, "--no-pictures"]) == 0
     assert (tmp_path / "out" / "report.md").read_text() == before
@@ -64,20 +62,7 @@ def test_numbers_that_are_none(option, capsys):
 
 
 def test_folder_that_cannot_be_written_to(tiny, capsys):
-    command = [
-        "eval",
-        "--model",
-        "tiny",
-        "--out",
-        "/proc/out",
-        "--policies",
-        "full",
-        "--lengths",
-        "700",
-        "--examples",
-        "1",
-        "--no-pictures",
-    ]
+    command = "eval --model tiny --out /proc/out --policies full --lengths 700 --examples 1 --no-pictures".split()
     assert cli.main(command) == 2
     assert "/proc/out" in capsys.readouterr().err
 

@@ -36,7 +36,7 @@ def setting():
     return model, head, make_lesson(model, jnp.asarray(TOKENS), QUERIES, POLICY)
 
 
-@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("trained", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_student_is_the_policy(trained):
     model, head, lesson = setting()
     head = head if trained else None
