@@ -1,9 +1,9 @@
 """What compression costs and saves, policy by policy: ``python -m benchmarks.policies``.
 
 All prefills (compression included) are timed in turn, round after round, and each one's fastest is compared with the
-full cache's: whatever else runs on a machine only adds to a time. Processor time says less of what a user waits for than
-seconds do, but is steadier where other programs run. Bytes are those of the buffers; memory is what XLA reports for the
-compiled program beside its arguments.
+full cache's: whatever else runs on a machine only adds to a time. Processor time says less of what a user waits for
+than seconds do, but is steadier where other programs run. Bytes are those of the buffers; memory is what XLA reports
+for the compiled program beside its arguments.
 """
 
 import argparse
