@@ -43,12 +43,12 @@ class Segmentation:
     def summary(self) -> str:
         """One line of numbers."""
         exact, lengths = int(np.sum(self.span_of < 0)), self.lengths
-        some = (
-            f"{lengths.min()} to {lengths.max()} tokens each, {lengths.mean():.0f} on average" if len(lengths) else ""
-        )
+        sizes = ""
+        if len(lengths):
+            sizes = f", {lengths.min()} to {lengths.max()} tokens each, {lengths.mean():.0f} on average"
         return (
             f"{len(self.pieces):,} tokens: {exact:,} exact ({exact / len(self.pieces):.1%}), "
-            f"{int(self.anchors.sum())} of them anchors; {len(lengths)} spans{some}"
+            f"{int(self.anchors.sum())} of them anchors; {len(lengths)} spans{sizes}"
         )
 
     def marked(self) -> str:

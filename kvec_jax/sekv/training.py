@@ -20,6 +20,7 @@ from kvec_jax.records import Records
 from kvec_jax.sekv.head import HeadConfig, ZoomHead, save_head, values_of, with_values
 from kvec_jax.sekv.lesson import make_lesson
 from kvec_jax.sekv.losses import Losses, Weights, divergence, losses
+from kvec_jax.sekv.plan import span_lengths
 from kvec_jax.sekv.policy import SeKV
 from kvec_jax.sekv.student import answer
 from kvec_jax.sekv.windows import Windows
@@ -121,7 +122,7 @@ def train(
     out = pathlib.Path(out)
     out.mkdir(parents=True, exist_ok=True)
     place = _placement(mesh, training.batch)
-    config = HeadConfig.of(model.config, max_rank=training.policy.max_rank)
+    config = HeadConfig.of(model.config, max_rank=training.policy.max_rank, typical_span=_typical_span(training.policy))
     blank = ZoomHead(config, rngs=nnx.Rngs(training.seed))
     told = dict(model_config=dataclasses.asdict(model.config), text=windows.describe(), **_plain(training))
     records = Records(out / "metrics.jsonl", told)
@@ -131,8 +132,9 @@ def train(
     held_out = windows.held_out(training.validation, training.lengths[-1])
     with _Checkpoints(out / "checkpoints") as checkpoints:
         first, state = checkpoints.restore(state)
-        if first == 0 and "untrained" not in records:
-            records.add("untrained", {"kl": _validate(model, None, held_out, training)})
+        for name, head in ("untrained", None), ("validation 0", blank):
+            if name not in records:
+                records.add(name, {"kl": _validate(model, head, held_out, training)})
         began = time.perf_counter()
         for step in range(first, training.steps):
             tokens = place(windows.batch(training.seed, step, training.batch, training.length(step)))
@@ -178,6 +180,10 @@ def _validate(model, head, held_out: np.ndarray, training: Training) -> float:
 def _measure(model, head, tokens: Array, training: Training) -> Array:
     lesson = make_lesson(model, tokens, training.queries, training.policy)
     return divergence(lesson.teacher, answer(model, head, lesson)[0])
+
+
+def _typical_span(policy: SeKV) -> int:
+    return sum(span_lengths(policy.device_share, policy.min_span, policy.max_span)) // 2
 
 
 def _placement(mesh: jax.sharding.Mesh | None, batch: int) -> Callable[[np.ndarray], Array]:
@@ -248,6 +254,7 @@ def _about(training, windows, model, head, records, best: int, kl: float) -> dic
         text=windows.describe(),
         steps=best,
         validation_kl=kl,
+        first_validation_kl=records["validation 0"]["kl"],
         untrained_validation_kl=records["untrained"]["kl"],
         parameters=head.size,
         share_of_model=head.size / parameters,

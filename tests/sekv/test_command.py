@@ -45,7 +45,8 @@ def test_spans_of_a_text(lm):
         plain = plain.replace(mark, "")
     assert plain == TEXT
     assert found.colored().plain == TEXT
-    assert f"{len(found.lengths)} spans" in found.summary()
+    least, most = found.lengths.min(), found.lengths.max()
+    assert f"{len(found.lengths)} spans, {least} to {most} tokens each" in found.summary()
 
 
 def test_the_papers_rule_keeps_every_surprise(lm):
@@ -95,7 +96,7 @@ def test_kvec_train_zoom(lm, text, capsys, tmp_path):
     assert status == 0
     assert "KL on held-out text" in err and "after 2 steps" in err
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [line[0] for line in lines[1:]] == ["untrained", "step 1", "step 2", "validation 2"]
+    assert [line[0] for line in lines[1:]] == ["untrained", "validation 0", "step 1", "step 2", "validation 2"]
     policy = SeKV(0.5, head=out / "head.zoom.safetensors")
     assert lm.generate(TEXT, policy=policy, max_new_tokens=3).tokens
 
