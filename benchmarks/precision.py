@@ -13,6 +13,7 @@ from rich.table import Table
 
 import kvec_jax as kv
 from benchmarks.common import machine, prompt
+from benchmarks.picture import kept
 from benchmarks.policies import make
 from kvec_jax.sweep import sweep
 
@@ -48,15 +49,9 @@ def _options() -> argparse.Namespace:
 
 
 def _kept(lm, tokens, policies: list[kv.Policy]) -> np.ndarray:
-    """Bool [policies, layers, heads, tokens]: what each keeps of the prompt."""
+    """Bool [policies, heads of all layers, tokens]: what each keeps of the prompt."""
     _, caches = sweep(lm.model, tokens, jnp.array([tokens.size], jnp.int32), policies)
-    config = lm.config
-    masks = np.zeros((len(policies), config.num_hidden_layers, config.num_key_value_heads, tokens.size), bool)
-    for mask, cache in zip(masks, caches, strict=True):
-        for layer, heads in enumerate(cache.kept_positions(0)):
-            for head, positions in enumerate(heads):
-                mask[layer, head, positions] = True
-    return masks
+    return np.stack([kept(cache, tokens.size) for cache in caches])
 
 
 if __name__ == "__main__":
