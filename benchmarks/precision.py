@@ -17,6 +17,8 @@ from benchmarks.picture import kept
 from benchmarks.policies import make
 from kvec_jax.sweep import sweep
 
+_OTHERS = "full", "sekv", "tiered"  # these choose no entries
+
 
 def main() -> None:
     """Prints the machine, then a table with one row per policy."""
@@ -28,7 +30,7 @@ def main() -> None:
     table = Table(title=f"Entries kept of {options.tokens:,} tokens, budget {options.budget}")
     for heading in ("policy", "kept in both", "by chance"):
         table.add_column(heading, justify="left" if heading == "policy" else "right")
-    names = options.policies or [name for name in kv.policies.names() if name != "full"]
+    names = options.policies or [name for name in kv.policies.names() if name not in _OTHERS]
     policies = [make(name, options.budget, options.model) for name in names]
     with console.status(f"{len(names)} policies, in float32 and bfloat16"):
         masks = [_kept(lm, tokens, policies) for lm in (exact, rough)]
