@@ -51,5 +51,6 @@ from kvec_jax.session import load as load
 from kvec_jax.tiers.policy import Tiered as Tiered
 
 _register("sekv", SeKV)
+_register("tiered", Tiered)
 
 __version__ = "0.1.0"

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvec_jax.forms import Form
+from kvec_jax.errors import UnsupportedError
+from kvec_jax.forms import Driven, Form
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.policies.base import Policy
 from kvec_jax.typing import Array
@@ -12,6 +13,11 @@ from kvec_jax.typing import Array
 
 def check_policy(policy) -> None:
     """Raises unless ``policy`` is a ``Policy``, or one with a form of its own."""
+    if isinstance(policy, Driven):
+        raise UnsupportedError(
+            f"policy: {policy.name!r} works with LanguageModel.generate only, which drives its steps from the host; "
+            "expected a Policy such as kvec_jax.SnapKV(256)"
+        )
     if not isinstance(policy, Policy | Form):
         raise TypeError(f"policy: expected a Policy such as kvec_jax.SnapKV(256), got {policy!r}")
 

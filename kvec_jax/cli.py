@@ -178,15 +178,17 @@ def _demo(arguments: argparse.Namespace) -> None:
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
+    given = {name: getattr(arguments, name) for name in arguments.settings}
+    given = {name: value for name, value in given.items() if value is not None}
     if arguments.tiers:
         from kvec_jax.tiers import command as tiers
 
+        if given:
+            raise ValueError(f"--{next(iter(given)).replace('_', '-')} doesn't go with --tiers")
         return tiers.calibrate(arguments)
     from kvec_jax.calibrate import command
     from kvec_jax.calibrate.settings import Settings, Text
 
-    given = {name: getattr(arguments, name) for name in arguments.settings}
-    given = {name: value for name, value in given.items() if value is not None}
     settings = dataclasses.replace(Settings.quick() if arguments.quick else Settings(), **given)
     text = Text.files(arguments.text) if arguments.text else Text.reference()
     command.run(arguments.model, arguments.out, settings, text, dtype=arguments.dtype)

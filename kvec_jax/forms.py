@@ -47,7 +47,12 @@ class Driven:
     """Base of policies whose steps the host drives one by one, so that no single program generates.
 
     Of all that takes a policy, only ``LanguageModel.generate`` takes these.
+
+    Attributes:
+        name: What tables and errors call it.
     """
+
+    name: str = "driven"
 
     def write_text(
         self, lm, tokens, lengths, *, sampler, key: Array, max_new_tokens: int, ends: tuple[int, ...], listeners

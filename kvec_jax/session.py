@@ -16,6 +16,7 @@ from kvec_jax.cache import CompressedKV
 from kvec_jax.checks import check_policy
 from kvec_jax.contexts import Context
 from kvec_jax.decoding import advance, begin
+from kvec_jax.errors import UnsupportedError
 from kvec_jax.forms import Driven
 from kvec_jax.generate import check_key, end_tokens, read_prompts, room_maker
 from kvec_jax.identity import ModelIdentity, identity_of
@@ -122,6 +123,8 @@ class LanguageModel:
         limits = check_limits(policy, self.config, chunk=chunk, tail=tail, cache_dtype=cache_dtype)
         hears = listeners(self.tokenizer, stream, single, len(ids), ends)
         if isinstance(policy, Driven):
+            if implementation not in (None, "xla"):
+                raise UnsupportedError(f"implementation: {policy.name!r} has plain XLA only, got {implementation!r}")
             settings = dict(sampler=sampler, key=key, max_new_tokens=max_new_tokens, ends=ends, listeners=hears)
             outputs = policy.write_text(self, tokens, lengths, **settings)
             return outputs[0] if single else outputs

@@ -7,9 +7,12 @@ import inspect
 import re
 from collections.abc import Sequence
 
+from kvec_jax.policies.base import Policy
 from kvec_jax.policies.registry import get
 
 DEFAULT_BUDGET = 256
+# Settings that a command line can't name.
+_OBJECTS = ("scorer", "policy", "progress")
 
 
 def parse_budget(text: str) -> int | float:
@@ -65,8 +68,7 @@ def make_policy(
         ValueError: No policy has that name, or this one doesn't take what it was given, or needs more.
     """
     factory = get(name)
-    # A scorer is an object, which a command line can't name.
-    takes = {key: value for key, value in inspect.signature(factory).parameters.items() if key != "scorer"}
+    takes = {key: value for key, value in inspect.signature(factory).parameters.items() if key not in _OBJECTS}
     given = dict(settings)
     if "budget" in takes:
         given["budget"] = DEFAULT_BUDGET if budget is None else budget
@@ -84,6 +86,10 @@ def make_policy(
             raise ValueError(f"policy {name!r} needs --set {key}=...")
     try:
         policy = factory(**given)
-        return policy if scope is None else dataclasses.replace(policy, scope=scope)
+        if scope is None:
+            return policy
+        if not isinstance(policy, Policy):
+            raise ValueError(f"policy {name!r} chooses no rows and has no setting 'scope'")
+        return dataclasses.replace(policy, scope=scope)
     except TypeError as error:  # a value of the wrong type; the message names it
         raise ValueError(str(error)) from error

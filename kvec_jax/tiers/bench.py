@@ -139,6 +139,9 @@ def run(
         latencies: Seconds added to every fetch.
         runs: Repetitions.
         dtype: Of weights and cache.
+
+    Raises:
+        ValueError, StoreError: For more tokens than the model can take, or tiers that can't be.
     """
     from rich.console import Console
 
@@ -146,6 +149,10 @@ def run(
 
     console = Console(width=140, highlight=False)
     lm = kv.load(model, dtype=dtype)
+    if tokens + new > lm.config.max_position_embeddings:
+        raise ValueError(
+            f"tokens: {tokens} and {new} new ones are more than the model's {lm.config.max_position_embeddings}"
+        )
     cache = lm.config.kv_bytes(tokens, lm.model.dtype.itemsize) * batch
     policy = Tiered(
         budget=budget,

@@ -1,11 +1,13 @@
 """``kvec calibrate --tiers``: a profile of how many slots each layer and head is worth."""
 
 import os
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvec_jax.files import replacing
 from kvec_jax.sampling import Greedy
 from kvec_jax.tiers.decoder import read_prompts
 from kvec_jax.tiers.policy import Tiered
@@ -74,15 +76,25 @@ def run(
         text: To cut prompts from; Python's language reference by default.
         dtype: Of weights and cache.
         progress: Called as ``progress(what, done, total)``.
+
+    Raises:
+        ValueError, OSError: For a text too short, a context too small, or a file that can't be written.
     """
     import kvec_jax as kv
     from kvec_jax.demo import reference_text
 
+    if pathlib.Path(out).is_dir():
+        raise ValueError(f"out: expected a file, got the folder {os.fspath(out)}")
     lm = kv.load(model, dtype=dtype)
+    if tokens + steps + 1 > lm.config.max_position_embeddings:
+        raise ValueError(
+            f"tokens: {tokens} and {steps + 1} new ones are more than the model's {lm.config.max_position_embeddings}"
+        )
     ids = lm.tokenizer.encode((reference_text() if text is None else text)[: 8 * tokens * prompts])
     if len(ids) < tokens * prompts:
         raise ValueError(f"text: expected at least {tokens * prompts:,} tokens, got {len(ids):,}")
     parts = [ids[i * tokens : (i + 1) * tokens] for i in range(prompts)]
-    made = profile(lm.model, parts, Tiered(budget=budget), steps, lm.name, progress)
-    made.save(out)
+    with replacing(out) as unfinished:  # whether it can be written is known before anything takes long
+        made = profile(lm.model, parts, Tiered(budget=budget), steps, lm.name, progress)
+        made.save(unfinished)
     return made

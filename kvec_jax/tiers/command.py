@@ -3,6 +3,8 @@
 import argparse
 import pathlib
 
+from kvec_jax.policies.options import parse_budget
+
 
 def add_bench(commands) -> None:
     """Adds ``bench`` to the command line's subparsers."""
@@ -19,7 +21,13 @@ def add_bench(commands) -> None:
     tiers.add_argument("--tokens", type=int, default=2048, metavar="N", help="of each prompt (default: %(default)s)")
     tiers.add_argument("--batch", type=int, default=1, metavar="N", help="prompts (default: %(default)s)")
     tiers.add_argument("--new", type=int, default=32, metavar="N", help="tokens to write (default: %(default)s)")
-    tiers.add_argument("--budget", type=float, default=0.0625, metavar="SHARE", help="(default: %(default)s)")
+    tiers.add_argument(
+        "--budget",
+        type=parse_budget,
+        default=0.0625,
+        metavar="N",
+        help="tokens of a head that a step attends to, or a share of them (default: %(default)s)",
+    )
     tiers.add_argument("--device", type=float, default=1 / 16, metavar="SHARE", help="of the cache (default: 1/16)")
     tiers.add_argument("--host", type=float, default=1 / 4, metavar="SHARE", help="of the cache (default: 1/4)")
     tiers.add_argument("--disk", metavar="FOLDER", help="for the rest (default: no disk, the rest in memory)")
@@ -65,8 +73,13 @@ def _bench(arguments: argparse.Namespace) -> None:
     from kvec_jax.arguments import check_count
     from kvec_jax.tiers import bench
 
-    for name in ("tokens", "batch", "new", "runs"):
-        check_count(f"--{name}", getattr(arguments, name), 1)
+    for name, low in (("tokens", 1), ("batch", 1), ("new", 2), ("runs", 1)):
+        check_count(f"--{name}", getattr(arguments, name), low)
+    for name in ("device", "host"):
+        if not 0 < getattr(arguments, name) <= 1:
+            raise ValueError(f"--{name}: expected a share in (0, 1], got {getattr(arguments, name)}")
+    if min(arguments.latency) < 0:
+        raise ValueError(f"--latency: expected milliseconds, 0 or more, got {min(arguments.latency):g}")
     bench.run(
         arguments.model,
         tokens=arguments.tokens,

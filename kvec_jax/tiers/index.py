@@ -65,12 +65,13 @@ def cluster_order(keys: Array, counts: Array, per: int) -> Array:
     """An order in which similar keys lie together.
 
     K-means as the systems before KVDrive do it: within segments of 8,192 keys, less their mean, seeded evenly; ten
-    rounds of assignment to the centroid of largest inner product, of unit length, and a last one of any length.
+    rounds of assignment to the centroid of largest inner product, of unit length, and a last one of any length. A
+    segment has as many clusters as its own keys ask for, however long the others of the batch are.
 
     Args:
         keys: [B, K, T, D].
         counts: int32 [B, K], keys of each head.
-        per: Keys per cluster, on average.
+        per: Keys per cluster, on average; at least one cluster in each segment.
 
     Returns:
         int32 [B, K, T]: indices of the keys, cluster by cluster, neighbours in order; those that don't count last.
@@ -81,25 +82,30 @@ def cluster_order(keys: Array, counts: Array, per: int) -> Array:
     padded = jnp.pad(keys.astype(jnp.float32), [(0, 0), (0, 0), (0, segments * length - T), (0, 0)])
     there = jnp.arange(segments * length) < counts[..., None]
     parts = padded.reshape(-1, length, D), there.reshape(-1, length)
-    cluster = lax.map(lambda part: _clusters(*part, max(length // per, 1)), parts).reshape(B, K, -1)
+    cluster = lax.map(lambda part: _clusters(*part, per), parts).reshape(B, K, -1)
     cluster = cluster + jnp.arange(segments * length) // length * length
     cluster = jnp.where(there, cluster, segments * length)[..., :T]
     return jnp.argsort(cluster, axis=-1, stable=True).astype(jnp.int32)
 
 
-def _clusters(keys: Array, there: Array, count: int) -> Array:
+def _clusters(keys: Array, there: Array, per: int) -> Array:
     """The cluster int32 [S] of each of ``keys`` [S, D]; those that are not ``there`` have no say."""
+    most = max(len(keys) // per, 1)
     weight = there.astype(jnp.float32)
-    mean = jnp.einsum("S,SD->D", weight, keys) / jnp.maximum(jnp.sum(weight), 1.0)
+    total = jnp.sum(there)
+    count = jnp.maximum(total // per, 1)
+    mean = jnp.einsum("S,SD->D", weight, keys) / jnp.maximum(total, 1)
     keys = (keys - mean) * weight[:, None]
-    seeds = jnp.arange(count) * jnp.maximum(jnp.sum(there), 1) // count
+    numbers = jnp.arange(most)
+
+    def assign(centroids):
+        return jnp.argmax(jnp.where(numbers < count, keys @ centroids.T, -jnp.inf), axis=-1)
 
     def refine(_, centroids):
-        unit = centroids / jnp.maximum(jnp.linalg.norm(centroids, axis=-1, keepdims=True), 1e-20)
-        mine = jnp.argmax(keys @ unit.T, axis=-1)
-        sums = jax.ops.segment_sum(keys, mine, count)
-        sizes = jax.ops.segment_sum(weight, mine, count)[:, None]
+        mine = assign(centroids / jnp.maximum(jnp.linalg.norm(centroids, axis=-1, keepdims=True), 1e-20))
+        sums = jax.ops.segment_sum(keys, mine, most)
+        sizes = jax.ops.segment_sum(weight, mine, most)[:, None]
         return jnp.where(sizes > 0, sums / jnp.maximum(sizes, 1.0), centroids)
 
-    centroids = lax.fori_loop(0, _ITERATIONS, refine, keys[seeds])
-    return jnp.argmax(keys @ centroids.T, axis=-1).astype(jnp.int32)
+    seeds = jnp.minimum(numbers * total // count, len(keys) - 1)
+    return assign(lax.fori_loop(0, _ITERATIONS, refine, keys[seeds])).astype(jnp.int32)

@@ -1,6 +1,7 @@
 """``Tiered``: what a user says about a cache that is spread over tiers."""
 
 import dataclasses
+import numbers
 import os
 from collections.abc import Callable
 from typing import Literal
@@ -103,11 +104,17 @@ class Tiered(Driven):
             raise TypeError(f"policy: expected a Policy such as kvec_jax.LaProx(0.5), got {self.policy!r}")
         for name in ("disk", "profile"):
             value = getattr(self, name)
+            if not isinstance(value, str | os.PathLike | None):
+                raise TypeError(f"{name}: expected a path, got {value!r}")
             if value is not None:
                 object.__setattr__(self, name, os.fspath(value))
+        if self.disk is None and self.disk_bytes is not None:
+            raise ValueError(f"disk_bytes: expected a folder as disk too, got {self.disk_bytes} bytes of none")
+        for name in ("deterministic", "overlap"):
+            check_choice(name, getattr(self, name), (False, True))
         if self.flush < self.block_tokens:
             raise ValueError(f"flush: expected at least a block of {self.block_tokens} tokens, got {self.flush}")
-        if not self.timeout > 0:
+        if not isinstance(self.timeout, numbers.Real) or not self.timeout > 0:
             raise ValueError(f"timeout: expected seconds above 0, got {self.timeout!r}")
 
     @property

@@ -69,7 +69,10 @@ def load_profile(path: str | os.PathLike) -> Profile:
         content = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
         if content.pop("format") != _FORMAT:
             raise ValueError("another format")
-        return Profile(**content)
+        profile = Profile(**content)
+        if np.asarray(profile.misses, float).shape[2:] != (len(profile.factors),):
+            raise ValueError(f"expected {len(profile.factors)} numbers for each layer and head")
+        return profile
     except OSError as error:
         raise LoadError(f"profile: could not read {os.fspath(path)!r} ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

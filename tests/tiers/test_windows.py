@@ -7,10 +7,8 @@ from kvec_jax.errors import LoadError
 from kvec_jax.testing import tiny_config
 from kvec_jax.tiers.layout import make_layout
 from kvec_jax.tiers.policy import Tiered
-from kvec_jax.tiers.recorder import Recorder
-from kvec_jax.tiers.simulate import Trace, replay
+from kvec_jax.tiers.simulate import replay
 from kvec_jax.tiers.windows import Profile, divide, divide_exhaustively, divide_greedily, make_windows
-from tests.tiers.runs import run, tiered
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -53,22 +51,6 @@ def test_even_windows_and_their_least():
     assert windows(Tiered(recent=16, device_bytes=2 * 8 * 1024 * 5 + 77)).tolist() == [[5, 5]] * 4
     with pytest.raises(ValueError, match="device_bytes: expected at least 16,384, which a step with budget 0.0625"):
         windows(Tiered(recent=16, device_bytes=16383))
-
-
-def test_profile_gives_more_to_those_who_gain(tmp_path):
-    recorder = Recorder(trace=[])
-    _, decoder = run(tiered(), 8, recorder=recorder)
-    trace = Trace.of(recorder, 4)
-    made = Profile.measure("tiny", trace, decoder.layout.top, "lookahead", dict(steps=8))
-    path = tmp_path / "profile.json"
-    made.save(path)
-    policy = tiered(profile=path, device_bytes=4 * 2 * 4 * 1024 * 14)
-    logits, other = run(policy, 8)
-    assert other.windows.sum() <= 2 * 4 * 14 and other.windows.min() >= other.layout.top
-    assert trace.misses(other.windows, "lookahead").sum() == other.recorder.missed
-    even, _ = run(tiered(device_bytes=policy.device_bytes), 8)
-    np.testing.assert_allclose(logits, even, atol=2e-4)
-    assert other.recorder.missed <= trace.misses(np.full((4, 2), 7), "lookahead").sum()
 
 
 def test_profiles_that_are_none(tmp_path):
