@@ -6,7 +6,7 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-aot test-aot-all compile-kernels test-device lint format bench clean
+.PHONY: help demo test test-all notebooks docs test-aot test-aot-all compile-kernels test-device lint format bench clean
 
 help:
 	@echo "make demo     install into $(VENV) and run the demo: hide facts in a long text, shrink the cache, ask"
@@ -14,6 +14,8 @@ help:
 	@echo "make test-all     the slow tests too"
 	@echo "make test-aot     install compilers for TPU and GPU into $(VENV)-aot, compile every kernel for chips that aren't here"
 	@echo "make test-aot-all at every size"
+	@echo "make notebooks  run all notebooks with a tiny model"
+	@echo "make docs     build the documentation into site/, strictly"
 	@echo "make test-device  the tests that need a TPU or GPU"
 	@echo "make lint | format | bench | clean"
 	@echo "Settings: PYTHON=$(PYTHON)  VENV=$(VENV)  PYTEST_ARGS='-k cache'"
@@ -29,6 +31,15 @@ test: lint
 test-all: lint
 	@echo "==> All tests that need no accelerator"
 	@$(BIN)/python -m pytest -m "not device and not aot_tpu and not aot_gpu" $(PYTEST_ARGS)
+
+notebooks: $(VENV)/.test
+	@echo "==> Notebooks"
+	@$(BIN)/python -m pytest -n 2 -m notebook tests/test_documents.py $(PYTEST_ARGS)
+
+docs: $(VENV)/.made pyproject.toml
+	@echo "==> Documentation"
+	@$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # In an environment of its own: where the compilers are installed, JAX looks for their chips, and complains.
 test-aot: AOT_TESTS = (aot_tpu or aot_gpu) and not slow
@@ -59,7 +70,7 @@ bench: $(VENV)/.package
 	@$(BIN)/python -m benchmarks.generate
 
 clean:
-	rm -rf $(VENV) $(VENV)-aot .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) $(VENV)-aot site .pytest_cache .ruff_cache build dist
 
 # The environment. A stamp file says what is installed; a change of pyproject.toml installs again.
 
