@@ -11,7 +11,7 @@ from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 
 from benchmarks.schedules import Dump, Kernel
 from benchmarks.traffic import Call, calls_in
-from kvec_jax.pallas import ragged_attention_tpu, select_top_k_tpu
+from kvec_jax.pallas import pack_rows_tpu, ragged_attention_tpu, select_top_k_tpu
 from kvec_jax.pallas.aot import compile_for, on_chip
 from tests.arg_specs import BUDGETS, MODELS, Model
 from tests.kernel_cases import Case, cases, ragged
@@ -131,7 +131,7 @@ _ROUNDS = {
     "select_top_k": _rounds_of_selection,
     "ragged_attention": _rounds_of_attention,
     "value_norms": lambda case, call: (call.blocks[1][1],),  # matrices
-    "pack_rows": lambda case, call: (call.blocks[1][1],),  # rows
+    "pack_rows": lambda case, call: (call.blocks[1][1] // pack_rows_tpu._TOGETHER,),
 }
 
 

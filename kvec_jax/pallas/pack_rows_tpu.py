@@ -20,6 +20,8 @@ from jax.experimental.pallas import tpu as pltpu
 from kvec_jax.typing import Array
 
 _BLOCK = 128
+# Rows whose copies are started in one round of the loop.
+_TOGETHER = 8
 
 
 def refusal(keys: Array, values: Array, index: Array) -> str | None:
@@ -75,15 +77,15 @@ def _kernel(index, index_lines, keys, values, packed_keys, packed_values, fetche
             yield pltpu.make_async_copy(source, target, semaphores.at[array])
 
     def start(i, _):
-        for copy in copies(i):
-            copy.start()
+        for row in range(_TOGETHER):
+            for copy in copies(i * _TOGETHER + row):
+                copy.start()
 
-    def wait(i, _):
-        for copy in copies(i):
-            copy.wait()
-
-    lax.fori_loop(0, _BLOCK, start, None)
-    lax.fori_loop(0, _BLOCK, wait, None)
+    lax.fori_loop(0, _BLOCK // _TOGETHER, start, None)
+    for array in range(2):
+        # A semaphore counts bytes: all copies of an array are waited for at once.
+        everything = fetched.at[array]
+        pltpu.make_async_copy(everything, everything, semaphores.at[array]).wait()
     for array, packed in enumerate((packed_keys, packed_values)):
         packed[0] = _half(fetched[array], index_lines[0] % 2) if paired else fetched[array]
 
