@@ -23,7 +23,8 @@ from kvec_jax.tiers.timeline import picture
 
 VARIANTS = {
     "overlap, lookahead": dict(),
-    "fetch first, lookahead": dict(overlap=False),
+    # Nor does one micro-batch's fetch overlap another's computation.
+    "fetch first, lookahead": dict(overlap=False, micro_batches=1),
     "overlap, lru": dict(eviction="lru"),
 }
 
@@ -74,29 +75,38 @@ def read(model, tokens: jax.Array, lengths: jax.Array, policy: Tiered, new: int)
     return Prompt(lengths, tokens.shape[1], layers, logits)
 
 
-def measure(model, prompt: Prompt, policy: Tiered, new: int, latency: float, runs: int, variant: str) -> Result:
-    """Writes ``new`` tokens ``runs`` times, after one that warms up."""
-    rates, result = [], None
+def compare(model, prompt: Prompt, policies: dict[str, Tiered], new: int, latency: float, runs: int) -> list[Result]:
+    """Each of ``policies`` writes ``new`` tokens ``runs`` times, in turn, after a round that warms up."""
+    rates, seen = {name: [] for name in policies}, {}
     for repetition in range(runs + 1):
-        recorder = Recorder()
-        with TieredDecoder(model, policy, prompt.lengths, prompt.rows, new, recorder) as decoder:
-            decoder.fill(prompt.layers)
-            _add_latency(decoder, latency)
-            state = decoder.begin(prompt.logits, Greedy(), jax.random.key(0), new, ())
-            began = time.perf_counter()
-            state = decoder.advance(state, Greedy(), jax.random.key(0), new, ())
-            elapsed = time.perf_counter() - began
-            steps = max(recorder.steps, 1)
+        for name, policy in policies.items():
+            rate, seen[name] = _write(model, prompt, policy, new, latency)
             if repetition:
-                rates.append(steps * len(prompt.lengths) / elapsed)
-            result = dict(
-                hit_rate=1 - recorder.missed / max(recorder.chosen, 1),
-                fetched_bytes=recorder.missed * decoder.store.shape.block_bytes / steps,
-                disk_bytes=decoder.store.counts.disk_bytes_read / steps,
-                seconds={stage: total / steps for stage, total in recorder.seconds.items()},
-                tokens=state.tokens,
-            )
-    return Result(variant, latency, statistics.median(rates), (min(rates), max(rates)), **result)
+                rates[name].append(rate)
+    return [
+        Result(name, latency, statistics.median(rate), (min(rate), max(rate)), **seen[name])
+        for name, rate in rates.items()
+    ]
+
+
+def _write(model, prompt: Prompt, policy: Tiered, new: int, latency: float) -> tuple[float, dict]:
+    """Tokens per second, and what else a ``Result`` tells of a run."""
+    recorder = Recorder()
+    with TieredDecoder(model, policy, prompt.lengths, prompt.rows, new, recorder) as decoder:
+        decoder.fill(prompt.layers)
+        _add_latency(decoder, latency)
+        state = decoder.begin(prompt.logits, Greedy(), jax.random.key(0), new, ())
+        began = time.perf_counter()
+        state = decoder.advance(state, Greedy(), jax.random.key(0), new, ())
+        elapsed = time.perf_counter() - began
+    steps = recorder.steps
+    return steps * len(prompt.lengths) / elapsed, dict(
+        hit_rate=1 - recorder.missed / max(recorder.chosen, 1),
+        fetched_bytes=recorder.missed * decoder.store.shape.block_bytes / steps,
+        disk_bytes=decoder.store.counts.disk_bytes_read / steps,
+        seconds={stage: total / steps for stage, total in recorder.seconds.items()},
+        tokens=state.tokens,
+    )
 
 
 def draw(model, prompt: Prompt, policy: Tiered, new: int, latency: float, layers: Sequence[int]) -> str:
@@ -169,10 +179,9 @@ def run(
     prompt = read(lm.model, *_prompts(lm, tokens, batch), policy, new)
     console.print(f"read in {time.perf_counter() - began:.1f} s")
     results = []
+    policies = {name: dataclasses.replace(policy, **changes) for name, changes in VARIANTS.items()}
     for latency in latencies:
-        for name, changes in VARIANTS.items():
-            changed = dataclasses.replace(policy, **changes)
-            results.append(measure(lm.model, prompt, changed, new, latency, runs, name))
+        results += compare(lm.model, prompt, policies, new, latency, runs)
     console.print(table(results))
     for latency in (latencies[0], latencies[-1]):
         console.print(f"\nThe first layers of a step, {latency * 1e3:g} ms added to every fetch:")
@@ -182,14 +191,15 @@ def run(
 
 def table(results: Sequence[Result]):
     """The results; ratios are to the first variant of the same latency."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    shown = Table()
+    shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     headings = (
-        "latency ms|variant|tokens/s|range|of first|hits|to device MB|disk MB|step ms|select ms|fetch ms|stall ms"
+        "latency ms|variant|tokens/s|slowest|fastest|of first|hits|to device MB|disk MB|step ms|select|fetch|stall"
     )
     for heading in headings.split("|"):
-        shown.add_column(heading, justify="left" if heading == "variant" else "right", no_wrap=heading == "variant")
+        shown.add_column(heading, justify="left" if heading == "variant" else "right", no_wrap=True)
     for result in results:
         first = next(other for other in results if other.latency == result.latency)
         stages = ("step", "wait for select", "fetch", "stall")
@@ -197,7 +207,7 @@ def table(results: Sequence[Result]):
             f"{result.latency * 1e3:g}",
             result.variant,
             f"{result.tokens_per_second:.2f}",
-            f"{result.spread[0]:.2f} to {result.spread[1]:.2f}",
+            *(f"{rate:.2f}" for rate in result.spread),
             f"{result.tokens_per_second / first.tokens_per_second:.2f}",
             f"{result.hit_rate:.1%}",
             f"{result.fetched_bytes / 1e6:.2f}",

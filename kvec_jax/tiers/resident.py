@@ -5,6 +5,7 @@ the generated ones. A local layer has a ring only, which holds its window.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -84,20 +85,18 @@ def from_bits(x: Array) -> Array:
     return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
 
 
+@functools.partial(jax.jit, static_argnames=("layout", "dtype"))
 def empty_resident(layout: Layout, lengths: Array, dtype: jnp.dtype) -> Resident:
     """Nothing yet, of prompts with ``lengths`` int32 [B]."""
     shape = layout.layers, layout.rows, layout.heads
-
-    def nothing():  # a buffer of its own each time, as all are donated
-        return jnp.zeros(shape, jnp.int32)
-
+    nothing = jnp.zeros(shape, jnp.int32)
     return Resident(
         sinks=jnp.zeros((2, *shape, layout.sinks, layout.head_dim), dtype),
-        sink_counts=nothing(),
+        sink_counts=nothing,
         ring=jnp.zeros((2, *shape, layout.ring, layout.head_dim), bits_dtype(dtype)),
-        ring_counts=nothing(),
+        ring_counts=nothing,
         index=jnp.zeros((*shape, layout.blocks, layout.head_dim), dtype),
-        counts=nothing(),
+        counts=nothing,
         next_position=jnp.array(lengths),
     )
 

@@ -5,6 +5,7 @@ block is; the two are inverses of each other after every step.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -54,15 +55,20 @@ class Found(NamedTuple):
 
 def empty_slots(layout: Layout, windows: np.ndarray) -> Slots:
     """Tables in which every slot is free; ``windows`` int [L, K] are the slots of each head."""
-    L, B, K, N = layout.layers, layout.rows, layout.heads, layout.blocks
-    S = max(int(windows.max()), layout.top)
     ends = np.cumsum(windows.reshape(-1)).reshape(windows.shape)
+    most = max(int(windows.max()), layout.top)
+    return _empty_slots(windows.astype(np.int32), (ends - windows).astype(np.int32), layout, most)
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "most"))
+def _empty_slots(sizes: Array, first: Array, layout: Layout, most: int) -> Slots:
+    shape = layout.layers, layout.rows, layout.heads
     return Slots(
-        slot_block=jnp.full((L, B, K, S), N, jnp.int32),
-        block_slot=jnp.full((L, B, K, N), S, jnp.int32),
-        used=jnp.full((L, B, K, S), -1, jnp.int32),
-        sizes=jnp.asarray(windows, jnp.int32),
-        first=jnp.asarray(ends - windows, jnp.int32),
+        slot_block=jnp.full((*shape, most), layout.blocks, jnp.int32),
+        block_slot=jnp.full((*shape, layout.blocks), most, jnp.int32),
+        used=jnp.full((*shape, most), -1, jnp.int32),
+        sizes=jnp.array(sizes),  # a copy: all of it will be donated
+        first=jnp.array(first),
     )
 
 

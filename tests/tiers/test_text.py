@@ -55,12 +55,12 @@ def test_streams_and_samples():
     pieces = []
     settings = dict(sampler=kv.Sample(), key=jax.random.key(1), max_new_tokens=10, eos_token_ids=())
     output = lm.generate(PROMPTS[0], policy=small(), stream=pieces.append, **settings)
-    assert "".join(pieces) == output.text == lm.generate(PROMPTS[0], **settings).text
+    assert "".join(pieces) == output.text == lm.generate(PROMPTS[0], policy=small(), **settings).text
 
 
 def test_ends_at_an_end_token():
     lm = tiny_language_model()
-    free = lm.generate(PROMPTS[0], max_new_tokens=6, eos_token_ids=())
+    free = lm.generate(PROMPTS[0], policy=small(), max_new_tokens=6, eos_token_ids=())
     ended = lm.generate(PROMPTS[0], policy=small(), max_new_tokens=6, eos_token_ids=free.tokens[2:3])
     assert ended.tokens == free.tokens[: free.tokens.index(free.tokens[2]) + 1]
 
@@ -188,7 +188,7 @@ def test_command_line_knows_it_by_name(tmp_path, monkeypatch, capsys):
 
 def test_benchmark_prints_stages_and_a_timeline(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(kv, "load", lambda name, **_: tiny_language_model())
-    argv = ["bench", "tiers", "--tokens", "256", "--new", "4", "--runs", "1", "--latency", "0", "1"]
+    argv = ["bench", "tiers", "--tokens", "256", "--new", "3", "--runs", "1", "--latency", "1"]
     assert cli.main([*argv, "--disk", str(tmp_path), "--budget", "0.05"]) == 0
     printed = capsys.readouterr().out
     assert "overlap, lookahead" in printed and "fetch first, lookahead" in printed and "select |" in printed
