@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from kvec_jax.models.transformer import Transformer
 from kvec_jax.sekv.head import ZoomHead
 from kvec_jax.sekv.lesson import Factors, Lesson
-from kvec_jax.sekv.student import answer, span_gates
+from kvec_jax.sekv.student import answer, mean_over_spans, span_gates
 from kvec_jax.typing import Array
 
 
@@ -86,5 +86,5 @@ def _opened(head: ZoomHead, factors: Factors, lesson: Lesson) -> Array:
 
 
 def _over_spans(x: Array, lesson: Lesson) -> Array:
-    """Mean of ``x`` [L, B, K, S] over the spans there are."""
-    return jnp.mean(x, where=jnp.broadcast_to((lesson.spans.counts > 0)[:, None], x.shape))
+    """Mean of ``x`` [L, B, K, S] over the spans there are, each window counting the same."""
+    return mean_over_spans(x, (lesson.spans.counts > 0)[:, None])

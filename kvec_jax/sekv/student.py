@@ -166,7 +166,7 @@ def _notes(lesson, scores, wish, true, used, coverage, positive_weight) -> Notes
     least = jnp.min(jnp.where(before < coverage, ordered, jnp.inf), axis=-1, keepdims=True)
     wanted = mass >= least  # the fewest spans that hold the share
     loss = jnp.where(wanted, -positive_weight * jax.nn.log_sigmoid(scores), -jax.nn.log_sigmoid(-scores))
-    return Notes(zoom=_mean(loss, used), opened=_mean(wish, used))
+    return Notes(zoom=mean_over_spans(loss, used), opened=mean_over_spans(wish, used))
 
 
 def _span_mass(lesson: Lesson, true: Array) -> Array:
@@ -176,5 +176,6 @@ def _span_mass(lesson: Lesson, true: Array) -> Array:
     return jnp.einsum("BKGQT,BTS->BKGQS", weights, member.astype(jnp.float32))
 
 
-def _mean(x: Array, used: Array) -> Array:
+def mean_over_spans(x: Array, used: Array) -> Array:
+    """Mean of the means of ``x`` [..., S] over the spans that are ``used``, a mask that can be broadcast to it."""
     return jnp.mean(jnp.sum(x, axis=-1, where=used) / jnp.maximum(jnp.sum(used, axis=-1), 1))

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvec_jax.arguments import check_count
 from kvec_jax.models.transformer import Transformer
@@ -98,7 +100,7 @@ def train(
     out: str | os.PathLike,
     training: Training,
     *,
-    mesh: jax.sharding.Mesh | None = None,
+    mesh: Mesh | None = None,
     provenance: dict[str, Any] | None = None,
     progress: Callable[[int, dict[str, float]], None] = lambda step, metrics: None,
 ) -> tuple[ZoomHead, dict[str, Any]]:
@@ -121,7 +123,7 @@ def train(
     """
     out = pathlib.Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    place = _placement(mesh, training.batch)
+    mesh = _as_mesh(mesh, training.batch)
     config = HeadConfig.of(model.config, max_rank=training.policy.max_rank, typical_span=_typical_span(training.policy))
     blank = ZoomHead(config, rngs=nnx.Rngs(training.seed))
     told = dict(model_config=dataclasses.asdict(model.config), text=windows.describe(), **_plain(training))
@@ -129,6 +131,7 @@ def train(
     optimizer = training.optimizer()
     values = values_of(blank)
     state = {"values": values, "optimizer": optimizer.init(values)}
+    state = jax.device_put(state, None if mesh is None else NamedSharding(mesh, PartitionSpec()))
     held_out = windows.held_out(training.validation, training.lengths[-1])
     with _Checkpoints(out / "checkpoints") as checkpoints:
         first, state = checkpoints.restore(state)
@@ -137,8 +140,10 @@ def train(
                 records.add(name, {"kl": _validate(model, head, held_out, training)})
         began = time.perf_counter()
         for step in range(first, training.steps):
-            tokens = place(windows.batch(training.seed, step, training.batch, training.length(step)))
-            values, moments, found = _step(model, blank, state["values"], state["optimizer"], tokens, step, training)
+            tokens = windows.batch(training.seed, step, training.batch, training.length(step))
+            values, moments, found = _step(
+                model, blank, state["values"], state["optimizer"], tokens, step, training, mesh
+            )
             state = {"values": values, "optimizer": moments}
             metrics = {name: float(value) for name, value in found._asdict().items()}
             records.add(f"step {step + 1}", metrics)
@@ -157,18 +162,32 @@ def train(
     return head, about
 
 
-@functools.partial(jax.jit, static_argnames=("training",))
-def _step(model, blank, values, moments, tokens, step, training: Training):
+@functools.partial(jax.jit, static_argnames=("training", "mesh"))
+def _step(model, blank, values, moments, tokens, step, training: Training, mesh: Mesh | None):
+    gradient = functools.partial(_gradient, training=training)
+    if mesh is not None:
+        (axis,) = mesh.axis_names
+        # Every device reads its own windows; nothing but the gradient and the losses goes from one to another.
+        gradient = jax.shard_map(
+            lambda *arguments: lax.pmean(_gradient(*arguments, training=training), axis),
+            mesh=mesh,
+            in_specs=(*[PartitionSpec()] * 4, PartitionSpec(axis)),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+    gradient, found = gradient(model, blank, values, jnp.minimum(2 * step / training.steps, 1), tokens)
+    updates, moments = training.optimizer().update(gradient, moments, values)
+    return optax.apply_updates(values, updates), moments, found
+
+
+def _gradient(model, blank, values, ramp, tokens, training: Training):
     lesson = make_lesson(model, tokens, training.queries, training.policy)
-    ramp = jnp.minimum(2 * step / training.steps, 1)
 
     def objective(values):
         found = losses(model, with_values(blank, values), lesson, ramp, training.weights)
         return found.total, found
 
-    gradient, found = jax.grad(objective, has_aux=True)(values)
-    updates, moments = training.optimizer().update(gradient, moments, values)
-    return optax.apply_updates(values, updates), moments, found
+    return jax.grad(objective, has_aux=True)(values)
 
 
 def _validate(model, head, held_out: np.ndarray, training: Training) -> float:
@@ -186,15 +205,14 @@ def _typical_span(policy: SeKV) -> int:
     return sum(span_lengths(policy.device_share, policy.min_span, policy.max_span)) // 2
 
 
-def _placement(mesh: jax.sharding.Mesh | None, batch: int) -> Callable[[np.ndarray], Array]:
-    """Spreads the windows of a batch over the devices; the model and the head are on all of them."""
+def _as_mesh(mesh: Mesh | None, batch: int) -> Mesh | None:
+    """The first axis of a mesh, whose devices share the windows of a step."""
     if mesh is None:
-        return jnp.asarray
+        return None
     axis = mesh.axis_names[0]
     if batch % mesh.shape[axis]:
         raise ValueError(f"batch: expected a multiple of {mesh.shape[axis]}, the devices that share it, got {batch}")
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis))
-    return lambda tokens: jax.device_put(tokens, sharding)
+    return Mesh(mesh.devices.reshape(mesh.shape[axis], -1)[:, 0], (axis,))
 
 
 class _Checkpoints:

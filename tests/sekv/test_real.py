@@ -29,7 +29,7 @@ def full(smol):
 
 def logits_with(model, ids, policy):
     first, cache = kv.prefill(model, ids[:, :T], [T], policy, reserve=NEW)
-    later, after = kv.extend(model, cache, ids[:, T:], all_logits=True)
+    later, cache = kv.extend(model, cache, ids[:, T:], all_logits=True)
     return np.concatenate([first, later[0]]), cache
 
 

@@ -28,8 +28,7 @@ def surprisal_of(seed):
 def test_surprisal_is_that_of_the_models_own_logits():
     model, _ = model_of()
     tokens, lengths = batch((300, 37), T)
-    hidden, _, _ = read_everything(model, jnp.asarray(tokens), jnp.asarray(lengths))
-    got = surprisals(model, hidden, jnp.asarray(tokens))
+    got = jax.jit(lambda *inputs: surprisals(model, read_everything(*inputs)[0], inputs[1]))(model, tokens, lengths)
     for row, length in enumerate((300, 37)):
         want = reference.surprisals(trace_of(length).logits, prompt(length))
         np.testing.assert_allclose(got[row, :length], want, atol=1e-4)
@@ -69,9 +68,10 @@ def test_anchors_window_and_spans_partition_the_positions(seed):
 
 
 def test_spans_without_surprise_have_the_longest_length():
-    spans = segment(jnp.zeros((1, 300)), jnp.array([300]), limits_of(0.1, (300,)))
+    limits = limits_of(0.1)
+    spans = segment(jnp.zeros((len(LENGTHS), T)), jnp.array(LENGTHS), limits)
     lengths = spans.counts[0][spans.counts[0] > 0]
-    assert set(lengths[:-1].tolist()) == {limits_of(0.1, (300,)).max_span}
+    assert set(lengths[:-1].tolist()) == {limits.max_span}
     assert not np.any(spans.anchors)
 
 

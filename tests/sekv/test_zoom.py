@@ -24,12 +24,19 @@ from tests.sekv.open import EVERYTHING, Sized
 
 LENGTHS, T = (150, 37, 5), 160
 OPEN = Sized(min_span=8, max_span=20, slots=EVERYTHING)
+TWO = dataclasses.replace(OPEN, slots=2, full_rank=False)
 NEW = np.random.default_rng(9).integers(1, 255, size=(3, 6)).astype(np.int32)
 
 
 @functools.cache
 def prefilled(policy, reserve=16):
     return kv.prefill(model_of()[0], *batch(LENGTHS, T), policy, reserve=reserve)
+
+
+def add(cache, tokens):
+    """One token to each row; the padding beside it leaves no trace."""
+    part = np.stack([tokens, np.full(3, 250)], axis=1)
+    return kv.extend(model_of()[0], cache, part, jnp.array([1, 1, 1]))
 
 
 def test_all_spans_open_at_full_rank_are_full_attention():
@@ -45,11 +52,7 @@ def test_all_spans_open_at_full_rank_are_full_attention():
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param(dataclasses.replace(OPEN, slots=2, full_rank=False), id="two"),
-        pytest.param(SeKV(0.2), id="share", marks=pytest.mark.slow),
-    ],
+    "policy", [pytest.param(TWO, id="two"), pytest.param(SeKV(0.2), id="share", marks=pytest.mark.slow)]
 )
 def test_portions_of_any_size(policy):
     model, _ = model_of()
@@ -57,9 +60,7 @@ def test_portions_of_any_size(policy):
     at_once, whole = kv.extend(model, cache, NEW, all_logits=True)
     steps = []
     for i in range(NEW.shape[1]):
-        # Padding beside the token leaves no trace.
-        part = np.stack([NEW[:, i], np.full(3, 250)], axis=1)
-        logits, cache = kv.extend(model, cache, part, jnp.array([1, 1, 1]))
+        logits, cache = add(cache, NEW[:, i])
         steps.append(logits)
     np.testing.assert_allclose(np.stack(steps, axis=1), at_once, atol=1e-5)
     if policy.name == "sekv" and cache.beyond.slots.shape[3]:
@@ -67,6 +68,7 @@ def test_portions_of_any_size(policy):
         np.testing.assert_array_equal(cache.beyond.slot_spans, whole.beyond.slot_spans)
 
 
+@pytest.mark.slow
 def test_rows_of_a_batch_are_as_alone():
     model, _ = model_of()
     policy = SeKV(0.3, min_span=8)
@@ -79,10 +81,9 @@ def test_rows_of_a_batch_are_as_alone():
 
 
 def test_generated_tokens_enter_the_cache():
-    model, _ = model_of()
-    _, cache = prefilled(SeKV(0.2))
-    first, second = (kv.extend(model, cache, [[token]] * 3)[1] for token in (7, 8))
-    a, b = (kv.extend(model, c, [[9]] * 3)[0] for c in (first, second))
+    _, cache = prefilled(TWO)
+    first, second = (add(cache, [token] * 3)[1] for token in (7, 8))
+    a, b = (add(c, [9] * 3)[0] for c in (first, second))
     assert np.all(np.max(np.abs(a - b), axis=-1) > 1e-3)
 
 
@@ -203,10 +204,15 @@ def test_routing_needs_no_projected_summaries():
 
 
 def test_weights_are_shares_of_surprisal():
-    limits = OPEN.limits(tiny_config(), jnp.array([100]), 100, 4)
     surprisal = jnp.asarray(np.random.default_rng(0).exponential(size=(1, 100)).astype(np.float32))
-    spans = segment(surprisal, jnp.array([100]), limits)
-    weights = np.asarray(span_weights(surprisal, spans))[0]
+
+    @jax.jit
+    def make():
+        spans = segment(surprisal, jnp.array([100]), OPEN.limits(tiny_config(), jnp.array([100]), 100, 4))
+        return spans, span_weights(surprisal, spans)
+
+    spans, weights = make()
+    weights = np.asarray(weights)[0]
     used = np.asarray(spans.counts[0]) > 0
     np.testing.assert_allclose(weights.sum(axis=1), used, atol=1e-6)
     first = np.asarray(spans.members[0, 0])
@@ -214,7 +220,7 @@ def test_weights_are_shares_of_surprisal():
     np.testing.assert_allclose(weights[0, : len(first)], surprisal[0, first] / surprisal[0, first].sum(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("share", [0.05, 0.1, pytest.param(0.2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [pytest.param(share, marks=pytest.mark.slow) for share in (0.05, 0.2)] + [0.1])
 def test_the_devices_bytes_stay_within_the_share_at_every_step(share):
     model, _ = model_of()
     tokens, lengths = batch((400, 333), 400)
@@ -238,8 +244,7 @@ def test_a_share_of_one_keeps_everything():
 
 
 def test_rows_can_be_taken_from_a_memory():
-    model, _ = model_of()
-    _, cache = prefilled(SeKV(0.3, min_span=8))
+    _, cache = prefilled(TWO)
     taken = cache.beyond.take_rows(jnp.array([1, 1, 0]))
     np.testing.assert_array_equal(taken.keys[:, 2], cache.beyond.keys[:, 0])
     np.testing.assert_array_equal(taken.counts[0], cache.beyond.counts[1])
