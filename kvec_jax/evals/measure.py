@@ -13,7 +13,7 @@ from kvec_jax.evals.programs import Programs
 from kvec_jax.evals.settings import Settings
 from kvec_jax.evals.trials import FULL, Trial
 from kvec_jax.policies import FullCache, Policy
-from kvec_jax.running import cut_at_end
+from kvec_jax.running import cut_at_end, round_up
 from kvec_jax.session import LanguageModel, bucket
 
 _STEP = 16  # questions and right answers are padded to multiples of this
@@ -44,7 +44,8 @@ def run_batch(
     question, question_lengths = _pad(questions)
     gold, gold_lengths = _pad([prompt.gold for prompt in batch])
     new = batch[0].example.max_new_tokens
-    reserve = question.shape[1] + max(gold.shape[1], new)
+    # Rounded, so that tasks with answers of about the same length share programs.
+    reserve = round_up(question.shape[1] + max(gold.shape[1], new), 64)
     reference = None
     for group in _groups(trials, lm, tokens.shape, settings):
         policies = tuple(policy for _, policy in group)
