@@ -15,6 +15,7 @@ from kvec_jax.errors import StoreError
 from kvec_jax.tiers.disk import LEAST_EXTENT, PAGE, ExtentFile, aligned
 
 Backend = Literal["ram", "mmap", "direct"]
+_EXTENTS_AT_ONCE = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,7 +257,12 @@ class BlockStore:
         self._arena = self._arena[:0]
 
     def _write(self, names: np.ndarray, blocks: np.ndarray, order: np.ndarray) -> None:
-        """Packs a segment's blocks into extents of their own."""
+        """Packs a segment's blocks into extents of their own, some at a time, as copies of them are made."""
+        some = _EXTENTS_AT_ONCE * self.per_extent
+        for start in range(0, len(order), some):
+            self._write_some(names, blocks, order[start : start + some])
+
+    def _write_some(self, names: np.ndarray, blocks: np.ndarray, order: np.ndarray) -> None:
         count = len(order)
         needed = -(-count // self.per_extent)
         data = aligned(needed * self._disk.extent_bytes).reshape(needed, -1)
