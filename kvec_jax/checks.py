@@ -4,11 +4,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvec_jax.cache import CompressedKV
 from kvec_jax.errors import UnsupportedError
 from kvec_jax.forms import Driven, Form
 from kvec_jax.models.config import ModelConfig
+from kvec_jax.models.transformer import Transformer
 from kvec_jax.policies.base import Policy
 from kvec_jax.typing import Array
+
+
+def check_model(model) -> None:
+    """Raises unless ``model`` is a ``Transformer``."""
+    if not isinstance(model, Transformer):
+        raise TypeError(f"model: expected a Transformer, such as lm.model of a loaded lm, got {type(model).__name__}")
+
+
+def check_cache(cache) -> None:
+    """Raises unless ``cache`` is a ``CompressedKV``."""
+    if not isinstance(cache, CompressedKV):
+        raise TypeError(f"cache: expected a CompressedKV, which prefill gives, got {type(cache).__name__}")
 
 
 def check_policy(policy) -> None:

@@ -182,7 +182,8 @@ def _document_tokens(tokenizer, document: str | Sequence[dict], chat: bool) -> l
 
 
 def _question_tokens(tokenizer, context: Context, questions: Sequence[str]) -> list[list[int]]:
-    questions = list(questions)
+    if not isinstance(questions, Sequence):
+        raise TypeError(f"question: expected a string or a list of them, got {questions!r}")
     if not questions:
         raise ValueError("question: expected at least one, got an empty list")
     for question in questions:

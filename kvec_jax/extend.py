@@ -10,7 +10,7 @@ from jax import lax
 
 from kvec_jax.attention import cache_attention
 from kvec_jax.cache import CompressedKV
-from kvec_jax.checks import check_lengths, check_token_array, check_token_ids
+from kvec_jax.checks import check_cache, check_lengths, check_model, check_token_array, check_token_ids
 from kvec_jax.implementations import Implementations, resolve
 from kvec_jax.models.transformer import Rotation, Transformer, layer_inputs, layer_reach
 from kvec_jax.typing import Array, Implementation
@@ -136,6 +136,8 @@ def _append(tail: Array, rows: Array, at: Array) -> Array:
 
 
 def _check(model: Transformer, cache: CompressedKV, tokens, lengths) -> tuple[Array, Array]:
+    check_model(model)
+    check_cache(cache)
     tokens = check_token_array(tokens)
     check_token_ids(model.config, tokens)
     B, Q = tokens.shape

@@ -1,6 +1,7 @@
 """Files that are written whole or not at all."""
 
 import contextlib
+import errno
 import os
 import pathlib
 from collections.abc import Iterator
@@ -24,6 +25,10 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
         ['answer']
     """
     path = pathlib.Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "expected a file to write, and this is a folder", str(path))
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "there is no such folder to write in", str(path.parent))
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     open(unfinished, "wb").close()  # where that can't be done, it is known before anything else
     try:

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvec_jax.arguments import check_count
 from kvec_jax.cache import CompressedKV
-from kvec_jax.checks import check_policy, check_tokens
+from kvec_jax.checks import check_cache, check_model, check_policy, check_tokens
 from kvec_jax.decoding import DecodeState, advance, begin
 from kvec_jax.extend import check_room
 from kvec_jax.implementations import Implementations, resolve
@@ -74,6 +74,7 @@ def generate(
         >>> kv.generate(tiny_model(), tokens, jnp.array([60]), kv.SnapKV(32), max_new_tokens=5).shape
         (1, 5)
     """
+    check_model(model)
     check_policy(policy)
     check_count("max_new_tokens", max_new_tokens, 1)
     tokens, lengths = check_tokens(model.config, tokens, lengths)
@@ -149,6 +150,8 @@ def decode(
     Raises:
         ValueError: If the tail has no room, or the context of the model would be exceeded.
     """
+    check_model(model)
+    check_cache(cache)
     check_count("max_new_tokens", max_new_tokens, 1)
     key = check_key(sampler, key, logits.shape[0])
     longest = int(np.max(cache.tail_length)), int(np.max(cache.next_position))
@@ -198,7 +201,13 @@ def end_tokens(model: Transformer, eos_token_ids) -> tuple[int, ...]:
     )
     if not known:
         raise ValueError(f"eos_token_ids: expected token ids such as (2,), got {eos_token_ids!r}")
-    return model.config.eos_token_ids if eos_token_ids is None else tuple(int(x) for x in eos_token_ids)
+    if eos_token_ids is None:
+        return model.config.eos_token_ids
+    ends = tuple(int(x) for x in eos_token_ids)
+    outside = [token for token in ends if not 0 <= token < model.config.vocab_size]
+    if outside:
+        raise ValueError(f"eos_token_ids: expected 0 to {model.config.vocab_size - 1}, got {outside[0]}")
+    return ends
 
 
 def _check_context(model: Transformer, lengths: Array, max_new_tokens: int) -> None:

@@ -9,7 +9,7 @@ from jax import lax
 
 from kvec_jax.arguments import check_count
 from kvec_jax.cache import CompressedKV
-from kvec_jax.checks import check_policy, check_tokens
+from kvec_jax.checks import check_model, check_policy, check_tokens
 from kvec_jax.chunked import read_in_chunks
 from kvec_jax.forms import Form
 from kvec_jax.implementations import Implementations, resolve
@@ -73,6 +73,7 @@ def prefill(
         >>> cache.kept_positions(0)[3][1].size
         32
     """
+    check_model(model)
     check_policy(policy)
     check_count("reserve", reserve, 0)
     tokens, lengths = check_tokens(model.config, tokens, lengths)

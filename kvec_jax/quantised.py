@@ -77,6 +77,9 @@ def quantise(cache, dtype: str):
         >>> small.keys.shape, small.nbytes < cache.nbytes / 2
         ((1, 256, 8), True)
     """
+    from kvec_jax.checks import check_cache  # which needs this module
+
+    check_cache(cache)
     check_choice("cache_dtype", dtype, CACHE_DTYPES)
     if cache.scales is not None:
         raise ValueError(f"cache_dtype: expected a cache that is not quantised yet, got {cache!r}")

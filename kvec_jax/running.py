@@ -157,6 +157,8 @@ def listeners(
     """One listener per row, which calls ``stream(text)`` or, for a batch, ``stream(row, text)``; none without it."""
     if stream is None:
         return []
+    if not callable(stream):
+        raise TypeError(f"stream: expected a function that takes text, such as print, got {stream!r}")
     calls = [stream] if single else [functools.partial(stream, row) for row in range(count)]
     return [Listener(tokenizer.stream(), call, ends) for call in calls]
 

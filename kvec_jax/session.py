@@ -115,6 +115,8 @@ class LanguageModel:
             check_policy(policy)
         check_count("max_new_tokens", max_new_tokens, 1)
         single = isinstance(prompt, str) or _is_chat(prompt)
+        if not isinstance(prompt, Sequence):
+            raise TypeError(f"prompt: expected a string, chat messages, or a list of either, got {prompt!r}")
         ids = [self.encode(p) for p in ([prompt] if single else prompt)]
         self._check_lengths(ids, max_new_tokens)
         tokens, lengths = pad_prompts(ids, self.config.max_position_embeddings)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from kvec_jax.arguments import check_count
 from kvec_jax.cache import CompressedKV
-from kvec_jax.checks import check_tokens
+from kvec_jax.checks import check_model, check_tokens
 from kvec_jax.keeping import Keeper, Plan, keeper
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.models.transformer import Transformer
@@ -51,6 +51,7 @@ def sweep(
         >>> [cache.kept_positions(0)[3][1].size for cache in caches]
         [60, 40, 40]
     """
+    check_model(model)
     policies = tuple(policies)
     if not policies:
         raise ValueError("policies: expected at least one, got none")

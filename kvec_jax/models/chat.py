@@ -61,6 +61,8 @@ def _check(messages) -> None:
             raise ValueError(f"messages[{i}]: expected a mapping with 'role' and 'content', got {message!r}")
         if "content" not in message and "tool_calls" not in message:
             raise ValueError(f"messages[{i}]: the {message['role']} message has no 'content'")
+        if not isinstance(message.get("content"), str | Sequence | None):
+            raise ValueError(f"messages[{i}]: expected a text as 'content', got {message['content']!r}")
 
 
 @functools.lru_cache(maxsize=16)

@@ -64,6 +64,8 @@ def load_model(
         ValueError: For another dtype, or a context out of range.
     """
     dtype = resolve_dtype(dtype)
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise TypeError(f"name_or_path: expected a model's name or path, got {name_or_path!r}")
     name = os.fspath(name_or_path)
     path = _locate(name, revision, token)
     if (path / SETTINGS).is_file():
@@ -94,6 +96,8 @@ def load_config(name_or_path: str | os.PathLike, **options) -> ModelConfig:
 
 def _locate(name: str, revision, token) -> pathlib.Path:
     """The file or folder that ``name`` means."""
+    if not name:
+        raise LoadError(f"expected a model's name or path, got ''; known models: {', '.join(KNOWN_MODELS)}")
     path = pathlib.Path(name).expanduser()
     if name in KNOWN_MODELS and not path.exists():
         return sources.find_model(name, revision=revision, token=token)

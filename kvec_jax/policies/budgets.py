@@ -183,7 +183,9 @@ class Weighted:
     def per_layer(self, lengths: Array, layers: int) -> Array:
         """See ``BudgetRule``."""
         if len(self.weights) != layers:
-            raise ValueError(f"weights: expected one for each of {layers} layers, got {len(self.weights)}")
+            raise ValueError(
+                f"weights: expected one for each of {layers} layers, got {len(self.weights)} (of another model?)"
+            )
         weights = np.array(self.weights) / np.sum(self.weights)
         falling = np.argsort(-weights, kind="stable")
         tokens = jnp.minimum(resolve_tokens(self.tokens, lengths), lengths)
