@@ -14,9 +14,12 @@ from kvec_jax.command_options import (
     add_answer_arguments,
     add_model_arguments,
     add_policy_arguments,
+    add_settings,
+    list_of,
     policy_of,
     read_text,
     sampler_of,
+    settings_of,
     summary,
     write,
 )
@@ -91,7 +94,7 @@ def _add_demo(commands) -> None:
     demo.add_argument("--depths", type=int, default=4, metavar="N", help="places to hide at (default: %(default)s)")
     demo.add_argument(
         "--budgets",
-        type=lambda text: [parse_budget(part) for part in text.split(",")],
+        type=list_of(parse_budget),
         default="64,128,256",
         metavar="LIST",
         help="budgets of the compressed caches (default: %(default)s)",
@@ -148,20 +151,12 @@ def _add_calibrate(commands) -> None:
     )
     settings = {
         "episodes": (int, "N", "right answers to find heads by (default: 100)"),
-        "lengths": (_numbers, "LIST", "of the texts, in tokens (default: 256,384,512)"),
+        "lengths": (list_of(int), "LIST", "of the texts, in tokens (default: 256,384,512)"),
         "layer_texts": (int, "N", "to measure layers with, four prompts each (default: 6)"),
         "seed": (int, "N", "of what is hidden where (default: 0)"),
     }
-    for name, (kind, metavar, help) in settings.items():
-        calibrate.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=help)
-    calibrate.set_defaults(run=_calibrate, settings=list(settings))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected numbers such as 256,512, got {text!r}") from None
+    add_settings(calibrate, settings)
+    calibrate.set_defaults(run=_calibrate)
 
 
 def _demo(arguments: argparse.Namespace) -> None:
@@ -178,8 +173,7 @@ def _demo(arguments: argparse.Namespace) -> None:
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
-    given = {name: getattr(arguments, name) for name in arguments.settings}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = settings_of(arguments)
     if arguments.tiers:
         from kvec_jax.tiers import command as tiers
 

@@ -2,6 +2,8 @@
 
 import argparse
 import pathlib
+from collections.abc import Callable
+from typing import Any
 
 from kvec_jax.policies.options import DEFAULT_BUDGET, make_policy, parse_budget, parse_setting
 
@@ -53,6 +55,38 @@ def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-p", type=float, metavar="P", help="sample from those at least P times the best")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (default: %(default)s)")
     parser.add_argument("--stream", action="store_true", help="write the text as it comes")
+
+
+def add_settings(parser: argparse.ArgumentParser, settings: dict[str, tuple[Callable, str, str]]) -> None:
+    """Options for settings of something else, which has their defaults: kind, metavar and help of each.
+
+    ``settings_of`` gives those that were used.
+    """
+    for name, (kind, metavar, words) in settings.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=words)
+    parser.set_defaults(settings_names=list(settings))
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings that were given, by name."""
+    given = {name: getattr(arguments, name) for name in arguments.settings_names}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple]:
+    """A kind of option: several of another kind, with commas between them.
+
+    >>> list_of(int)("1000,2000")
+    (1000, 2000)
+    """
+
+    def parse(text: str) -> tuple:
+        try:
+            return tuple(kind(part.strip()) for part in text.split(","))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected numbers such as 256,512, got {text!r}") from None
+
+    return parse
 
 
 def policy_of(arguments: argparse.Namespace):

@@ -2,10 +2,10 @@
 
 import os
 
-from kvec_jax.calibrate.file import known_name
 from kvec_jax.calibrate.run import calibrate
 from kvec_jax.calibrate.settings import Settings, Text
 from kvec_jax.progress import Bar
+from kvec_jax.shipped import known_name
 
 
 def run(model: str, out: str | os.PathLike, settings: Settings, text: Text, *, dtype: str | None = None) -> None:

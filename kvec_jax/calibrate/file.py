@@ -3,13 +3,12 @@
 import dataclasses
 import json
 import os
-import pathlib
 import re
 from typing import Any
 
 from kvec_jax.errors import LoadError
 from kvec_jax.files import write_whole
-from kvec_jax.models.registry import KNOWN_MODELS
+from kvec_jax.shipped import find_file
 
 _FORMAT = "kvec_jax calibration 1"
 _SUFFIX = ".calibration.json"
@@ -54,15 +53,7 @@ def load_calibration(name_or_path: str | os.PathLike) -> Calibration:
     Raises:
         LoadError: If there is none, or the file is not one; it names the command that makes one.
     """
-    path, name = pathlib.Path(name_or_path), os.fspath(name_or_path)
-    if not path.is_file():
-        path = shipped_folder() / f"{known_name(name) or name}{_SUFFIX}"
-    if not path.is_file():
-        shipped = sorted(file.name.removesuffix(_SUFFIX) for file in shipped_folder().glob(f"*{_SUFFIX}"))
-        raise LoadError(
-            f"no calibration for {name!r} (shipped: {', '.join(shipped) or 'none'}); "
-            f"make one with: kvec calibrate {name} --out FILE"
-        )
+    path = find_file(name_or_path, _SUFFIX, "calibration", "kvec calibrate {} --out FILE")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content.pop("format") != _FORMAT:
@@ -70,27 +61,6 @@ def load_calibration(name_or_path: str | os.PathLike) -> Calibration:
         return Calibration(**content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LoadError(f"{path}: not a calibration file of this version ({error})") from error
-
-
-def shipped_folder() -> pathlib.Path:
-    """Where the calibrations that come with the package are: inside it, or beside it where it is a source checkout."""
-    package = pathlib.Path(__file__).parent.parent
-    inside = package / "checkpoints"
-    return inside if inside.is_dir() else package.parent / "checkpoints"
-
-
-def known_name(name_or_path: str | os.PathLike) -> str | None:
-    """The short name of a known model that is given by it, by its hub repository, or by its GGUF file.
-
-    Example:
-        >>> known_name("HuggingFaceTB/SmolLM2-135M-Instruct"), known_name("my/own-model")
-        ('smollm2-135m', None)
-    """
-    asked = os.fspath(name_or_path)
-    for model in KNOWN_MODELS.values():
-        if asked in (model.name, model.hub) or pathlib.Path(asked).name == model.file:
-            return model.name
-    return None
 
 
 def _short_lists(text: str) -> str:

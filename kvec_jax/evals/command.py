@@ -4,11 +4,11 @@ import argparse
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvec_jax.calibrate.settings import Text
-from kvec_jax.command_options import add_model_arguments
+from kvec_jax.command_options import add_model_arguments, list_of
 from kvec_jax.policies.options import parse_budget
 
 
@@ -39,7 +39,7 @@ def _add_no_pictures(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    words = _list_of(str)
+    words = list_of(str)
     add_model_arguments(parser)
     parser.add_argument("--tasks", type=words, metavar="LIST", help="to be made: needle, multikey, multivalue, "
         "multiquery, passkey, variables, kv, lines, common_words, frequent_words, text (default: needle, unless --data "
@@ -49,11 +49,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hub", type=words, default=[], metavar="LIST", help="sets of LongBench to download")
     parser.add_argument("--policies", type=words, default="full,streaming,snapkv", metavar="LIST", help="names, with "
         "settings after colons, such as kvec:window=8:scope=model (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--budgets", type=_list_of(parse_budget), default="64,128,256", metavar="LIST",
+    parser.add_argument("--budgets", type=list_of(parse_budget), default="64,128,256", metavar="LIST",
         help="tokens per head, or shares of the prompt such as 0.25 (default: %(default)s)")  # fmt: skip
     parser.add_argument("--protocols", type=words, default="aware", metavar="LIST", help="aware: the question is "
         "in the compressed prompt; agnostic: it comes after; or both (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--lengths", type=_list_of(int), default="1000,2000", metavar="LIST",
+    parser.add_argument("--lengths", type=list_of(int), default="1000,2000", metavar="LIST",
         help="of the prompts of made tasks, in tokens (default: %(default)s)")  # fmt: skip
     parser.add_argument("--examples", type=int, default=6, metavar="N",
         help="of each made task and length (default: %(default)s)")  # fmt: skip
@@ -150,13 +150,3 @@ def _make_tasks(arguments: argparse.Namespace, names: Sequence[str], lm) -> tupl
         make_tasks(names, lm.tokenizer, text, arguments.lengths, arguments.examples, arguments.seed) if names else []
     )
     return tasks, {"text": text.describe(), "examples": arguments.examples, "seed": arguments.seed}
-
-
-def _list_of(kind: Callable[[str], Any]):
-    def parse(text: str) -> list:
-        try:
-            return [kind(part.strip()) for part in text.split(",")]
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"expected numbers such as 1000,2000, got {text!r}") from None
-
-    return parse

@@ -3,7 +3,7 @@
 import argparse
 import pathlib
 
-from kvec_jax.command_options import add_model_arguments, read_text
+from kvec_jax.command_options import add_model_arguments, add_settings, list_of, read_text, settings_of
 
 
 def add_spans(commands) -> None:
@@ -43,7 +43,11 @@ def add_train_zoom(commands) -> None:
     parser.add_argument("--share", type=float, metavar="S", help="of the cache's bytes on the device (default: 0.1)")
     settings = {
         "steps": (int, "N", "of the optimiser (default: 300)"),
-        "lengths": (_numbers, "LIST", "of the windows, each for an equal part of the steps (default: 512,768,1024)"),
+        "lengths": (
+            list_of(int),
+            "LIST",
+            "of the windows, each for an equal part of the steps (default: 512,768,1024)",
+        ),
         "queries": (int, "N", "last tokens of each window, which are predicted (default: 128)"),
         "batch": (int, "N", "windows of a step (default: 1)"),
         "learning_rate": (float, "R", "at its highest (default: 0.001)"),
@@ -51,16 +55,8 @@ def add_train_zoom(commands) -> None:
         "validation": (int, "N", "held-out windows (default: 8)"),
         "seed": (int, "N", "of weights and windows (default: 0)"),
     }
-    for name, (kind, metavar, help) in settings.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=help)
-    parser.set_defaults(run=_train, settings=list(settings))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected numbers such as 512,1024, got {text!r}") from None
+    add_settings(parser, settings)
+    parser.set_defaults(run=_train)
 
 
 def _spans(arguments: argparse.Namespace) -> None:
@@ -97,14 +93,13 @@ def _train(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
     import kvec_jax as kv
-    from kvec_jax.calibrate.file import known_name
     from kvec_jax.progress import Bar
     from kvec_jax.sekv.policy import SeKV
     from kvec_jax.sekv.training import HEAD_FILE, Training, train
     from kvec_jax.sekv.windows import Windows
+    from kvec_jax.shipped import known_name
 
-    given = {name: getattr(arguments, name) for name in arguments.settings}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = settings_of(arguments)
     if arguments.share is not None:
         given["policy"] = SeKV(arguments.share)
     training = Training(**given)

@@ -3,17 +3,16 @@
 import dataclasses
 import json
 import os
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kvec_jax.calibrate.file import known_name, shipped_folder
 from kvec_jax.errors import LoadError
 from kvec_jax.files import replacing
 from kvec_jax.models.config import ModelConfig
+from kvec_jax.shipped import find_file
 from kvec_jax.typing import Array
 
 _FORMAT = "kvec_jax zoom head 1"
@@ -191,15 +190,8 @@ def load_head(name_or_path: str | os.PathLike) -> tuple[ZoomHead, dict]:
     """
     import safetensors
 
-    path, name = pathlib.Path(name_or_path), os.fspath(name_or_path)
-    if not path.is_file():
-        path = shipped_folder() / f"{known_name(name) or name}{_SUFFIX}"
-    if not path.is_file():
-        shipped = sorted(file.name.removesuffix(_SUFFIX) for file in shipped_folder().glob(f"*{_SUFFIX}"))
-        raise LoadError(
-            f"no zoom-in head for {name!r} (shipped: {', '.join(shipped) or 'none'}); "
-            f"make one with: kvec train-zoom --model {name} --text FILES --out DIR"
-        )
+    command = "kvec train-zoom --model {} --text FILES --out DIR"
+    path = find_file(name_or_path, _SUFFIX, "zoom-in head", command)
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
             about = json.loads(file.metadata()["kvec_jax"])

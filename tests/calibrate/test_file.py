@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import kvec_jax as kv
-from kvec_jax.calibrate.file import Calibration, known_name, load_calibration, shipped_folder
+from kvec_jax.calibrate.file import Calibration, load_calibration
 from kvec_jax.errors import LoadError
 from kvec_jax.models.registry import KNOWN_MODELS
+from kvec_jax.shipped import known_name, shipped_folder
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 SHAPES = {"smollm2-135m": (30, 9), "qwen2.5-coder-0.5b": (24, 14)}
@@ -66,7 +67,8 @@ def test_shipped_files_are_in_the_wheel(tmp_path):
     shutil.copytree(ROOT / "kvec_jax", tmp_path / "kvec_jax", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "checkpoints", tmp_path / "kvec_jax" / "checkpoints")
     code = (
-        "from kvec_jax.calibrate import file; print(file.shipped_folder(), file.load_calibration('smollm2-135m').model)"
+        "from kvec_jax import shipped; from kvec_jax.calibrate import file; "
+        "print(shipped.shipped_folder(), file.load_calibration('smollm2-135m').model)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
