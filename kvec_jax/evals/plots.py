@@ -103,7 +103,7 @@ def by_depth(results: Results, protocol: str, task: str):
         mine = [trial for trial in trials if budget_of(trial)[0] == policy]
         for axis, trial in zip(row, mine, strict=False):
             grid = _grid(examples, trial, lengths, depths)
-            image = axis.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+            image = axis.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
             axis.set_title(trial, fontsize=7)
             axis.set_xticks(range(len(lengths)), labels=[str(length) for length in lengths], fontsize=7)
             edges = [f"{(i + 0.5) / depths:.0%}" for i in range(depths)]
