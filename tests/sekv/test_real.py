@@ -6,6 +6,7 @@ import pytest
 
 import kvec_jax as kv
 from kvec_jax.demo import reference_text
+from kvec_jax.sekv.losses import divergence
 from tests.models.test_real import load
 from tests.sekv.open import EVERYTHING, Sized
 
@@ -40,3 +41,15 @@ def test_all_spans_open_at_full_rank_are_full_attention(smol, full):
     assert spans > 30
     np.testing.assert_array_equal(jnp.sum(cache.beyond.slot_spans >= 0, axis=-1), spans)
     np.testing.assert_allclose(got, full, atol=1e-4)
+
+
+def test_the_shipped_head_is_used(smol, full):
+    model, ids = smol
+    policy = kv.SeKV(0.2, head="smollm2-135m")
+    got, cache = logits_with(model, ids, policy)
+    np.testing.assert_array_equal(cache.beyond.route, policy.head.route[...])
+    without, _ = logits_with(model, ids, kv.SeKV(0.2))
+    assert np.max(np.abs(got - without)) > 1e-3
+    # What is lost is little beside what the tokens themselves change.
+    assert divergence(full, got) < 0.5 * divergence(full, np.roll(full, 1, axis=0))
+    assert int(cache.beyond.fetched[0]) > 0

@@ -16,6 +16,7 @@ from kvec_jax.sekv.factors import factorize
 from kvec_jax.sekv.head import HeadConfig, ZoomHead, load_head, route_norms, route_scores, save_head, with_values
 from kvec_jax.sekv.policy import SeKV
 from kvec_jax.sekv.spans import segment
+from kvec_jax.shipped import known_name, shipped_folder
 from kvec_jax.testing import tiny_config
 from tests.oracle.forward import forward
 from tests.prompts import batch, model_of, prompt
@@ -263,6 +264,17 @@ def test_a_head_is_saved_and_loaded(tmp_path):
     policy = SeKV(0.3, head=path, min_span=8)
     logits, _ = kv.extend(model_of()[0], prefilled(policy)[1], NEW)
     assert np.all(np.isfinite(logits))
+
+
+def test_shipped_heads_are_found_by_the_name_of_their_model():
+    files = [path.name.removesuffix(".zoom.safetensors") for path in shipped_folder().glob("*.zoom.safetensors")]
+    assert "smollm2-135m" in files
+    for name in files:
+        head = SeKV(0.2, head=name).head
+        _, about = load_head(name)
+        assert about["model"] == known_name(name) == name
+        assert about["parameters"] == head.size
+        assert about["validation_kl"] < about["first_validation_kl"]
 
 
 @pytest.mark.parametrize("content", [b"", b"text", b"\x10" + b"\0" * 40], ids=["empty", "text", "zeros"])
