@@ -26,6 +26,9 @@ from kvec_jax.evals.tasks import make_tasks
 from kvec_jax.sekv.losses import divergence
 
 _NEW, _GOLD, _QUESTION = 24, 64, 64
+_TASKS = ("needle", "kv", "text")
+_greedy = jax.jit(greedy, static_argnums=3)
+_POLICIES = ("sekv trained", "sekv untrained", "snapkv", "compresskv", "laprox")
 
 
 def main() -> None:
@@ -35,7 +38,7 @@ def main() -> None:
     text = Text.files([options.text])
     if options.held_out:
         text = Text(text.text[-int(options.held_out * len(text.text)) :], text.source)
-    tasks = make_tasks(["needle", "kv", "text"], lm.tokenizer, text, [options.tokens], options.examples, options.seed)
+    tasks = make_tasks(options.tasks, lm.tokenizer, text, [options.tokens], options.examples, options.seed)
     prompts = [(task.name, make_prompt(lm.tokenizer, x, options.tokens)) for task in tasks for x in task.examples]
     trials = _trials(options)
     rows = {trial: [] for trial in trials}
@@ -65,7 +68,7 @@ def _trials(options) -> dict[str, object]:
             ("compresskv", kv.CompressKV(share, calibration=options.model)),
             ("laprox", kv.LaProx(share)),
         ):
-            if name != "sekv trained" or options.head is not None:
+            if name in options.policies and (name != "sekv trained" or options.head is not None):
                 trials[f"{name} {share:.0%}"] = policy
     return trials
 
@@ -99,7 +102,7 @@ def _measure(lm, policy, task: str, prompt, reference, tokens: int) -> dict[str,
         seen["moved"] = float(moved[0]) / len(gold)
     seen[f"{task} likelihood"] = float(jnp.mean(likely))
     if task == "needle":
-        made = greedy(lm.model, before, first, _NEW)
+        made = _greedy(lm.model, before, first, _NEW)
         seen["needle found"] = found(lm.tokenizer.decode(np.asarray(made[0]).tolist()), prompt.example.answers)
     if task == "text":
         seen["text kl"] = 0.0 if reference is None else float(divergence(reference, logits))
@@ -146,6 +149,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--examples", type=int, default=8)
     parser.add_argument("--shares", type=lambda t: [float(x) for x in t.split(",")], default=[0.05, 0.1, 0.2])
+    parser.add_argument("--tasks", type=lambda t: t.split(","), default=_TASKS)
+    parser.add_argument("--policies", type=lambda t: t.split(","), default=_POLICIES)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

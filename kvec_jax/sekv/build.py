@@ -73,14 +73,19 @@ def exact_pool(keys: Array, values: Array, spans: Spans, limits: Limits) -> Pool
     )
 
 
-def summary_and_factors(rows: Array, spans: Spans, weights: Array, rank: int) -> tuple[Array, Array, Array, Array]:
-    """Of every span of one layer's keys or values ``rows`` [B, K, T, D].
+def summaries_and_factors(
+    keys: Array, values: Array, spans: Spans, weights: Array, rank: int
+) -> tuple[Array, Array, Array, Array]:
+    """Of every span of one layer's ``keys`` and ``values`` [B, K, T, D], the values as further heads.
+
+    One decomposition for both: on CPU each waits for threads of the pool that it runs in, and with two cores, two
+    of them would wait for one another.
 
     Returns:
-        Its mean float32 [B, K, S, D], and what ``factorize`` gives: left [B, K, S, max_span, R], right
-        [B, K, S, R, D], singular values [B, K, S, R].
+        The means float32 [B, 2 K, S, D], and what ``factorize`` gives: left [B, 2 K, S, max_span, R], right
+        [B, 2 K, S, R, D], singular values [B, 2 K, S, R].
     """
-    rows = gather_spans(rows, spans)
+    rows = gather_spans(jnp.concatenate([keys, values], axis=1), spans)
     return summarize(rows, weights), *factorize(rows, rank)
 
 
@@ -108,15 +113,13 @@ def build_memory(
 
     def build(inputs):
         keys, values, route = inputs
-        means, parts = [], []
-        for rows in (keys, values):
-            mean, left, right, singular = summary_and_factors(rows, spans, weights, largest)
-            if head is not None:
-                right = right * head.gates(singular, mean, ranks[:, None])[..., None]
-            means.append(mean.astype(dtype))
-            parts += [jnp.swapaxes(left, -1, -2), right]
-        packed = _pack(jnp.concatenate(parts, axis=-1).astype(dtype), ranks, limits.rank_rows(T, D))
-        return *means, packed, None if head is None else route_norms(route, means[0])
+        means, left, right, singular = summaries_and_factors(keys, values, spans, weights, largest)
+        if head is not None:
+            right = right * head.gates(singular, means, ranks[:, None])[..., None]
+        parts = jnp.concatenate([jnp.swapaxes(left, -1, -2), right], axis=-1).astype(dtype)
+        packed = _pack(jnp.concatenate(jnp.split(parts, 2, axis=1), axis=-1), ranks, limits.rank_rows(T, D))
+        mean_keys, mean_values = jnp.split(means.astype(dtype), 2, axis=1)
+        return mean_keys, mean_values, packed, None if head is None else route_norms(route, mean_keys)
 
     routes = None if head is None else head.route[...]
     mean_keys, mean_values, factors, norms = lax.map(build, (keys, values, routes))

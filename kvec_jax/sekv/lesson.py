@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from kvec_jax.models.transformer import Transformer
-from kvec_jax.sekv.build import span_weights, summary_and_factors
+from kvec_jax.sekv.build import span_weights, summaries_and_factors
 from kvec_jax.sekv.plan import Limits
 from kvec_jax.sekv.policy import SeKV, read_everything
 from kvec_jax.sekv.spans import Spans, segment, surprisals
@@ -85,13 +85,14 @@ def make_lesson(model: Transformer, tokens: Array, queries: int, policy: SeKV) -
     surprisal = surprisals(model, hidden[:, :T], tokens[:, :T])
     spans = segment(surprisal, lengths, limits, policy.alpha)
     keys, values = keys[..., :T, :], values[..., :T, :]
+    of_keys, of_values = _factors(keys, values, surprisal, spans, limits)
     lesson = Lesson(
         questions=tokens[:, T:],
         teacher=model.unembed(hidden[:, T:]),
         exact_keys=keys,
         exact_values=values,
-        keys=_factors(keys, surprisal, spans, limits),
-        values=_factors(values, surprisal, spans, limits),
+        keys=of_keys,
+        values=of_values,
         spans=spans,
         ranks=limits.rank(spans.counts, model.config.head_dim),
         slots=limits.slots,
@@ -100,9 +101,11 @@ def make_lesson(model: Transformer, tokens: Array, queries: int, policy: SeKV) -
     return jax.tree.map(lax.stop_gradient, lesson)
 
 
-def _factors(rows: Array, surprisal: Array, spans: Spans, limits: Limits) -> Factors:
+def _factors(keys: Array, values: Array, surprisal: Array, spans: Spans, limits: Limits) -> tuple[Factors, Factors]:
     weights = span_weights(surprisal, spans)
-    rank = int(limits.rank(limits.max_span, rows.shape[-1], np))
-    mean, left, right, singular = lax.map(lambda x: summary_and_factors(x, spans, weights, rank), rows)
-    dtype = rows.dtype
-    return Factors(mean=mean.astype(dtype), left=left.astype(dtype), right=right.astype(dtype), singular=singular)
+    rank = int(limits.rank(limits.max_span, keys.shape[-1], np))
+    found = lax.map(lambda rows: summaries_and_factors(*rows, spans, weights, rank), (keys, values))
+    mean, left, right = (x.astype(keys.dtype) for x in found[:3])
+    both = Factors(mean=mean, left=left, right=right, singular=found[3])
+    K = keys.shape[2]
+    return jax.tree.map(lambda x: x[:, :, :K], both), jax.tree.map(lambda x: x[:, :, K:], both)

@@ -199,7 +199,7 @@ def test_settings_of_a_training_that_cannot_be(settings, message):
         Training(**settings)
 
 
-# With no more threads than a machine of two cores has, devices that wait for one another wait for ever.
+# On CPU a decomposition waits for threads of the pool that it runs in; those of two devices need more than two.
 _TWO_DEVICES = """
 import os
 os.environ["NPROC"] = "8"
