@@ -14,6 +14,7 @@ from kvec_jax.online_softmax import finish
 from kvec_jax.sekv.build import build_memory, span_weights
 from kvec_jax.sekv.factors import factorize
 from kvec_jax.sekv.head import HeadConfig, ZoomHead, load_head, route_norms, route_scores, save_head, with_values
+from kvec_jax.sekv.lesson import make_lesson
 from kvec_jax.sekv.policy import SeKV
 from kvec_jax.sekv.spans import segment
 from kvec_jax.shipped import known_name, shipped_folder
@@ -292,3 +293,18 @@ def test_heads_of_other_models_are_refused():
     head = ZoomHead(HeadConfig.of(tiny_config(), max_rank=8), rngs=nnx.Rngs(1))
     with pytest.raises(ValueError, match="max_rank: expected at most 8"):
         kv.prefill(model_of()[0], [[1, 2]], [2], SeKV(head=head))
+
+
+def decompositions(jaxpr) -> int:
+    """How often a program calls for eigenvectors."""
+    inside = [x for equation in jaxpr.eqns for x in jax.tree.leaves(list(equation.params.values()))]
+    calls = sum(equation.primitive.name == "eigh" for equation in jaxpr.eqns)
+    return calls + sum(decompositions(getattr(x, "jaxpr", x)) for x in inside if hasattr(x, "eqns"))
+
+
+def test_no_two_decompositions_can_wait_for_one_another():
+    """On CPU each holds a thread of the pool whose other threads it waits for: two at a time can hang two cores."""
+    tokens, lengths = batch((150,), 160)
+    read = jax.make_jaxpr(lambda *inputs: kv.prefill(*inputs, TWO))(model_of()[0], tokens, lengths)
+    lesson = jax.make_jaxpr(lambda *inputs: make_lesson(*inputs, 8, TWO))(model_of()[0], tokens)
+    assert decompositions(read.jaxpr) == decompositions(lesson.jaxpr) == 1
