@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def _random_model(config: kv.ModelConfig, dtype) -> kv.Transformer:
-    """By numpy, array by array: a compiled program that makes them all leaves more memory behind."""
+    """By numpy, array by array."""
     graph, shapes = nnx.split(nnx.eval_shape(lambda: kv.Transformer(config, rngs=nnx.Rngs(0), dtype=dtype)))
     rng = np.random.default_rng(0)
     state = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape, np.float32) * 0.02, x.dtype), shapes)
