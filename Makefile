@@ -39,7 +39,7 @@ notebooks: $(VENV)/.test
 docs: $(VENV)/.made pyproject.toml
 	@echo "==> Documentation"
 	@$(BIN)/python -m pip install --quiet --editable ".[docs]"
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # with --quiet, warnings wouldn't count
 
 # In an environment of its own: where the compilers are installed, JAX looks for their chips, and complains.
 test-aot: AOT_TESTS = (aot_tpu or aot_gpu) and not slow
