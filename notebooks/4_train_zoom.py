@@ -51,8 +51,8 @@ head, about = train(lm.model, windows, "zoom", training)
 
 # %%
 lines = [json.loads(line) for line in pathlib.Path("zoom/metrics.jsonl").read_text().splitlines()]
-steps = [line for line in lines if "total" in line or "losses" in line]
-print(lines[0].keys(), lines[-1])
+for name, result in lines[1:]:  # the first line holds the settings
+    print(name, result)
 
 # %% [markdown]
 # ## Using it

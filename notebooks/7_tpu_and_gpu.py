@@ -24,7 +24,7 @@ print("kvec_jax", kv.__version__, "jax", jax.__version__, jax.devices())
 # %% [markdown]
 # ## Implementations
 # `None` takes the platform's kernel where it can do the case, and plain XLA elsewhere; a name takes that or fails.
-# Off the chip a kernel can still be interpreted: slow, and exactly what the chip would compute.
+# Off the chip a kernel can still be interpreted: slow, and the same steps.
 
 # %%
 lm = kv.load("smollm2-135m")
