@@ -1,4 +1,4 @@
-"""The command line ``kvec``: ``demo``, ``generate``, ``calibrate``, ``eval``, ``report`` and ``models``.
+"""The command line ``kvec``; commands with a file of their own are added from there.
 
 Whatever the user can put right (a path, a name, a number) ends as one line on stderr and exit status 2. Heavy imports
 happen inside the functions that need them, so that ``kvec --help`` answers quickly.

@@ -14,7 +14,7 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     It is on the disk before it does, so that neither an error nor a crash leaves half of a file.
 
     Raises:
-        OSError: If the folder isn't there or can't be written to.
+        OSError: If ``path`` is a folder, or its folder isn't there or can't be written to.
 
     Example:
         >>> import tempfile

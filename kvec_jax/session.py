@@ -297,7 +297,7 @@ def load(name_or_path: str | os.PathLike, *, dtype=None, **options) -> LanguageM
         The model.
 
     Raises:
-        LoadError, UnsupportedError, ValueError: If it can't be found, read, or run here.
+        LoadError, UnsupportedError, TypeError, ValueError: If it can't be found, read, or run here.
     """
     from kvec_jax.models.load import load_model
 

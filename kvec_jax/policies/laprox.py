@@ -120,10 +120,9 @@ def LaProx(
     """Keeps the entries that contribute most to the layers' outputs, wherever they are, https://arxiv.org/abs/2605.07234.
 
     The score of an entry (eq. 8 and 9) is the L2 norm of its column of attention over the last ``window`` queries times
-    the
-    L2 norm of v W_O: the weight with which sampling would best approximate the product of the two. It is divided by the
-    layer's sum (eq. 12), and all entries of all layers and heads compete in one selection (algorithm 2). There is no
-    floor but the window.
+    the L2 norm of v W_O: the weight with which sampling would best approximate the product of the two. It is divided by
+    the layer's sum (eq. 12), and all entries of all layers and heads compete in one selection (algorithm 2). There is
+    no floor but the window.
 
     The norm of v W_O comes from per-head Gram matrices, v W_O W_O^T v^T, computed once per model. The selection carries
     the best entries so far through the layers: the result is that of a selection at the end, with one layer's keys and

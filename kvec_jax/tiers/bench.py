@@ -183,7 +183,7 @@ def run(
     for latency in latencies:
         results += compare(lm.model, prompt, policies, new, latency, runs)
     console.print(table(results))
-    for latency in (latencies[0], latencies[-1]):
+    for latency in dict.fromkeys((latencies[0], latencies[-1])):
         console.print(f"\nThe first layers of a step, {latency * 1e3:g} ms added to every fetch:")
         console.print(draw(lm.model, prompt, policy, new, latency, range(4)), markup=False)
     return results
