@@ -113,8 +113,8 @@ def test_it_stops_at_the_very_first_token():
 def test_a_row_that_has_ended_waits_for_the_others():
     model, logits, cache = prefilled()
     free = generated("snapkv")
-    end = int(free[1, 5])
-    tokens, after = kv.decode(model, cache, logits, max_new_tokens=64, eos_token_ids=(end, 300))
+    end, never = int(free[1, 5]), min(set(range(256)) - set(np.ravel(free).tolist()))
+    tokens, after = kv.decode(model, cache, logits, max_new_tokens=64, eos_token_ids=(end, never))
     for row in range(3):
         met = np.flatnonzero(free[row] == end)
         until = int(met[0]) if len(met) else 63
