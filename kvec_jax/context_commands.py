@@ -50,9 +50,11 @@ def add_ask(commands) -> None:
 def _compress(arguments: argparse.Namespace) -> None:
     policy = policy_of(arguments)
     text = read_text(arguments.file)
-    folder = pathlib.Path(arguments.out).parent
-    if not folder.is_dir():
-        raise ValueError(f"--out: no such folder: {folder}")
+    out = pathlib.Path(arguments.out)
+    if out.is_dir():
+        raise ValueError(f"--out: expected a file to write, and {out} is a folder")
+    if not out.parent.is_dir():
+        raise ValueError(f"--out: no such folder: {out.parent}")
 
     import kvec_jax as kv
 
