@@ -10,7 +10,7 @@
 
 # %% [markdown]
 # # Quickstart
-# A long text, read once; its cache, shrunk; an answer from what is left. On a CPU this takes about a minute.
+# A long text, read once; its cache, shrunk; an answer from what is left.
 
 # %%
 # From a checkout of kvec_jax: `pip install ".[notebooks]"`, or in Colab `%pip install -q /content/kvec_jax`.
