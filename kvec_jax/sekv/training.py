@@ -85,7 +85,8 @@ class Training:
     def optimizer(self) -> optax.GradientTransformation:
         """AdamW with warm-up, cosine and clipping."""
         warmup = min(max(round(self.warmup * self.steps), 1), self.steps - 1)
-        rate = optax.warmup_cosine_decay_schedule(0, self.learning_rate, warmup, self.steps)
+        first = self.learning_rate / warmup  # of the first step: from 0 it would change nothing
+        rate = optax.warmup_cosine_decay_schedule(first, self.learning_rate, warmup, self.steps)
         decayed = functools.partial(jax.tree_util.tree_map_with_path, lambda path, _: path[0].key in _MATRICES)
         adam = optax.adamw(rate, weight_decay=self.weight_decay, mask=decayed)
         return optax.chain(optax.clip_by_global_norm(self.clip), adam)
@@ -266,8 +267,11 @@ def _plain(training: Training) -> dict[str, Any]:
 
 
 def _about(training, windows, model, head, records, best: int, kl: float) -> dict[str, Any]:
+    from kvec_jax import __version__
+
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
     return dict(
+        versions={"kvec_jax": __version__, "jax": jax.__version__},
         training=_plain(training),
         text=windows.describe(),
         steps=best,
