@@ -7,10 +7,12 @@ import tempfile
 from collections.abc import Callable
 
 from kvec_jax.pallas.aot import CHIPS, lower_for
-from tests.kernel_cases import Case, cases
+from tests.kernel_cases import Case, cases, on_gpus
 
 # Of NVIDIA's data sheet for the H100 SXM.
 BANDWIDTH = 3.35e12
+
+_THROUGH = {"pallas_gpu": "Triton", "mosaic_gpu": "Mosaic GPU"}
 
 _LAUNCH = re.compile(r" (\w+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), 1, 1\] +shared_memory: (\d+) bytes")
 
@@ -27,20 +29,21 @@ class Launch:
 
 def lines(report: Callable[[str], None], only: str) -> list[str]:
     """The table, in Markdown, of the cases with ``only`` in their names."""
-    found = [(case, launches(case, report)) for case in cases() if only in case.name]
+    wanted = on_gpus([case for case in cases() if only in case.name])
+    found = [(case, kernel, launches(case, kernel, report)) for case, kernel in wanted]
     return [
         f"{len(found)} programs were compiled for the table below.",
         "",
-        "| case | kernel | programs | threads | shared KiB | least MB | memory µs |",
-        "|---|---|--:|--:|--:|--:|--:|",
-        *(_line(case, launch) for case, kernels in found for launch in kernels),
+        "| case | through | kernel | programs | threads | shared KiB | least MB | memory µs |",
+        "|---|---|---|--:|--:|--:|--:|--:|",
+        *(_line(case, kernel, launch) for case, kernel, launched in found for launch in launched),
     ]
 
 
-def launches(case: Case, report: Callable[[str], None]) -> list[Launch]:
+def launches(case: Case, kernel: str, report: Callable[[str], None]) -> list[Launch]:
     """The Pallas kernels of a case; what XLA does around them is left out."""
-    report(f"h100: {case.name}")
-    lowered = lower_for("h100", case.using("pallas_gpu"), *case.arguments)
+    report(f"h100: {case.name}, {kernel}")
+    lowered = lower_for("h100", case.using(kernel), *case.arguments)
     with tempfile.TemporaryDirectory() as folder:
         lowered.compile(CHIPS["h100"].options | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         (sequence,) = pathlib.Path(folder).glob("*thunk_sequence.txt")
@@ -53,9 +56,9 @@ def launches(case: Case, report: Callable[[str], None]) -> list[Launch]:
     ]
 
 
-def _line(case: Case, launch: Launch) -> str:
+def _line(case: Case, kernel: str, launch: Launch) -> str:
     least = case.least_bytes
     return (
-        f"| {case.name} | {launch.name} | {launch.programs} | {launch.threads} | {launch.shared / 1024:.0f} "
-        f"| {least / 1e6:.2f} | {least / BANDWIDTH * 1e6:.1f} |"
+        f"| {case.name} | {_THROUGH[kernel]} | {launch.name} | {launch.programs} | {launch.threads} "
+        f"| {launch.shared / 1024:.0f} | {least / 1e6:.2f} | {least / BANDWIDTH * 1e6:.1f} |"
     )

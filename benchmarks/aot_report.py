@@ -37,7 +37,7 @@ Cycles of the schedule for each kept row of each head, decoding one token: ours 
 over pages of 16 rows, with the number of pages in a block that gives it the fewest. Estimates, as above."""
 
 _GPU = """\
-What XLA's compiler for an H100 makes of the kernels (Triton): programs, threads and shared memory of each. *Least* is
+What XLA's compiler for an H100 makes of the kernels: programs, threads and shared memory of each. *Least* is
 the arguments and results of the operation, and *memory* the time they take at the 3.35 TB/s of NVIDIA's data sheet:
 what no implementation can beat, not what this one takes. Everything is bfloat16, one prompt."""
 

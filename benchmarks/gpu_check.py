@@ -19,7 +19,7 @@ from rich.console import Console
 
 from benchmarks.common import processor
 from tests.arg_specs import TOLERANCE
-from tests.kernel_cases import Case, cases, small_cases
+from tests.kernel_cases import Case, cases, on_gpus, small_cases
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 RUNS = 30
@@ -30,8 +30,9 @@ class Outcome:
     """What came of a case: the largest difference relative to the largest number, milliseconds, or the error."""
 
     case: Case
+    kernel: str
     difference: float = np.nan
-    kernel: float = np.nan
+    milliseconds: float = np.nan
     xla: float = np.nan
     error: str = ""
 
@@ -47,11 +48,11 @@ def main() -> None:
     if platform != "gpu":
         sys.exit(f"benchmarks.gpu_check needs a GPU; JAX finds only {platform}")
     console = Console()
-    started, outcomes, todo = time.monotonic(), [], small_cases() + cases()
-    for case in todo:
+    started, outcomes, todo = time.monotonic(), [], on_gpus(small_cases() + cases())
+    for case, kernel in todo:
         if time.monotonic() - started > options.minutes * 60:
             break
-        outcomes.append(run(case))
+        outcomes.append(run(case, kernel))
         console.print(_line(outcomes[-1]), highlight=False)
     minutes = (time.monotonic() - started) / 60
     failed = [outcome for outcome in outcomes if not outcome.passed]
@@ -70,18 +71,18 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(case: Case, interpret: bool = False) -> Outcome:
-    """Checks and times a case. Whatever a kernel raises is its outcome: the others are to be checked all the same."""
+def run(case: Case, kernel: str = "pallas_gpu", interpret: bool = False) -> Outcome:
+    """Checks and times a kernel on a case. Whatever it raises is its outcome: others are to be checked all the same."""
     arguments = jax.block_until_ready(jax.jit(case.values)())
-    kernel, plain = jax.jit(case.using("pallas_gpu", interpret)), jax.jit(case.using("xla"))
+    ours, plain = jax.jit(case.using(kernel, interpret)), jax.jit(case.using("xla"))
     if case.dtype == "float32":  # which a GPU would round to 10 bits
         plain = jax.default_matmul_precision("highest")(plain)
     try:
-        got = kernel(*arguments)
+        got = ours(*arguments)
         difference = max(jax.tree.leaves(jax.tree.map(_difference, got, plain(*arguments))))
-        return Outcome(case, difference, _milliseconds(kernel, arguments), _milliseconds(plain, arguments))
+        return Outcome(case, kernel, difference, _milliseconds(ours, arguments), _milliseconds(plain, arguments))
     except Exception as error:
-        return Outcome(case, error=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
+        return Outcome(case, kernel, error=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
 
 
 def _difference(got: jax.Array, expected: jax.Array) -> float:
@@ -108,10 +109,10 @@ def _milliseconds(function: Callable, arguments: tuple) -> float:
 
 def _line(outcome: Outcome) -> str:
     if outcome.error:
-        return f"| {outcome.case.name} | {outcome.error} | | | |"
+        return f"| {outcome.case.name} | {outcome.kernel} | {outcome.error} | | | |"
     return (
-        f"| {outcome.case.name} | {outcome.difference:.1e}{'' if outcome.passed else ' FAILED'} | {outcome.kernel:.3f} "
-        f"| {outcome.xla:.3f} | {outcome.xla / outcome.kernel:.2f} |"
+        f"| {outcome.case.name} | {outcome.kernel} | {outcome.difference:.1e}{'' if outcome.passed else ' FAILED'} "
+        f"| {outcome.milliseconds:.3f} | {outcome.xla:.3f} | {outcome.xla / outcome.milliseconds:.2f} |"
     )
 
 
@@ -127,8 +128,8 @@ def _report(outcomes: list[Outcome], summary: str) -> str:
             f"number of the reference; allowed are {TOLERANCE['float32']} for float32 and {TOLERANCE['bfloat16']} for",
             "bfloat16. Kept sets must be equal.",
             "",
-            "| case | difference | kernel ms | XLA ms | XLA over kernel |",
-            "|---|--:|--:|--:|--:|",
+            "| case | kernel | difference | kernel ms | XLA ms | XLA over kernel |",
+            "|---|---|--:|--:|--:|--:|",
             *map(_line, outcomes),
             "",
         ]

@@ -15,7 +15,8 @@ class Implementations:
     """How each operation is carried out: ``None``, ``"xla"``, ``"pallas_tpu"`` or ``"pallas_gpu"``.
 
     ``None`` takes the platform's kernel where there is one that supports the case, and plain XLA otherwise. A name
-    never falls back.
+    never falls back. ``ragged_attention`` has a second kernel for Hopper GPUs, ``"mosaic_gpu"``, for bfloat16 and head
+    sizes of 64, 128 and 256.
 
     Args:
         prompt_attention: Attention of a prompt over itself.
@@ -96,5 +97,5 @@ def _placement(where) -> tuple[str, int]:
 def _check_platform(implementation: Implementations, platform: str) -> None:
     for name in OPERATIONS:
         chosen = getattr(implementation, name)
-        if chosen not in (None, "xla", KERNELS.get(platform)):
+        if chosen not in (None, "xla", KERNELS.get(platform), platform == "gpu" and "mosaic_gpu"):
             raise UnsupportedError(f"{name}: {chosen!r} is no kernel for this platform, {platform}")

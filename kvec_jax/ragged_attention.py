@@ -5,7 +5,7 @@ from jax import lax
 
 from kvec_jax.cache import CompressedKV
 from kvec_jax.online_softmax import Partial, empty, merge
-from kvec_jax.pallas.dispatch import KERNELS, choose
+from kvec_jax.pallas.dispatch import choose
 from kvec_jax.pallas.spans import Span
 from kvec_jax.segments import apart, attend_segments, attend_tail, side_by_side
 from kvec_jax.typing import Array, Implementation
@@ -49,7 +49,7 @@ def ragged_attention(
         >>> ragged_attention(queries, cache, jnp.int32(0), scale=0.1).total.shape
         (1, 2, 3)
     """
-    name = choose("ragged_attention", implementation, **dict.fromkeys(KERNELS.values(), _refusal(queries, cache.keys)))
+    name = choose("ragged_attention", implementation, **_refusals(queries, cache.keys))
     if name == "xla":
         partial = attend_segments(queries, cache, layer, oldest, scale)
         if cache.tail_capacity:
@@ -70,17 +70,23 @@ def ragged_attention(
     return pooled if tail is None else merge(pooled, attend(queries, None, tail))
 
 
-def _refusal(queries: Array, keys: Array) -> str | None:
-    """Why the kernels can't do this case; ``None`` if they can."""
+def _refusals(queries: Array, keys: Array) -> dict[str, str | None]:
+    """For each kernel why it can't do this case; ``None`` if it can."""
+    reason = None
     if queries.dtype != keys.dtype or keys.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"expected float32 or bfloat16 queries and keys of one type, got {queries.dtype} and {keys.dtype}"
-    return None
+        reason = f"expected float32 or bfloat16 queries and keys of one type, got {queries.dtype} and {keys.dtype}"
+    of_mosaic = reason
+    if reason is None and (keys.dtype != jnp.bfloat16 or keys.shape[-1] not in (64, 128, 256)):
+        of_mosaic = f"expected bfloat16 and a head size of 64, 128 or 256, got {keys.dtype} and {keys.shape[-1]}"
+    return dict(pallas_tpu=reason, pallas_gpu=reason, mosaic_gpu=of_mosaic)
 
 
 def _kernel(name: str):
     """The module of a kernel."""
     if name == "pallas_tpu":
         from kvec_jax.pallas import ragged_attention_tpu as kernel
+    elif name == "mosaic_gpu":
+        from kvec_jax.pallas import ragged_attention_mosaic as kernel
     else:
         from kvec_jax.pallas import ragged_attention_triton as kernel
     return kernel

@@ -26,4 +26,4 @@ import jax
 Array = jax.Array
 
 # How an operation is carried out. ``None`` picks the best that supports the case.
-Implementation = Literal["xla", "pallas_tpu", "pallas_gpu"] | None
+Implementation = Literal["xla", "pallas_tpu", "pallas_gpu", "mosaic_gpu"] | None

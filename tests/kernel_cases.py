@@ -33,6 +33,7 @@ class Case:
         dtype: In which it rounds.
         rows: Of keys and values that the operation is about, all heads together.
         spared: Bytes of the arguments that it need not read.
+        gpu_kernels: The kernels for GPUs that can do it.
     """
 
     operation: str
@@ -42,6 +43,7 @@ class Case:
     dtype: str
     rows: int
     spared: int = 0
+    gpu_kernels: tuple[str, ...] = ("pallas_gpu",)
 
     @property
     def name(self) -> str:
@@ -82,6 +84,11 @@ def largest_cases() -> list[Case]:
 def prompt_cases(lengths: tuple[int, ...] = LENGTHS) -> list[Case]:
     """Attention of prompts over themselves, which JAX's kernels do."""
     return [_prompt(model.prompt(T)) for model in MODELS for T in lengths]
+
+
+def on_gpus(cases: list[Case]) -> list[tuple[Case, str]]:
+    """Each of the cases with each kernel for GPUs that can do it."""
+    return [(case, kernel) for case in cases for kernel in case.gpu_kernels]
 
 
 def small_cases() -> list[Case]:
@@ -199,6 +206,7 @@ def ragged(spec: Segments) -> Case:
         return _normal(0, queries), random_cache(spec)
 
     rows = sum(map(sum, spec.counts)) + spec.B * spec.K * spec.tail
+    mosaic = ("mosaic_gpu",) if spec.dtype == "bfloat16" and spec.D in (64, 128, 256) else ()
     return Case(
         operation="ragged_attention",
         size=f"{spec.name}-q{spec.Q}",
@@ -206,6 +214,7 @@ def ragged(spec: Segments) -> Case:
         values=values,
         dtype=spec.dtype,
         rows=rows,
+        gpu_kernels=("pallas_gpu", *mosaic),
     )
 
 

@@ -38,7 +38,9 @@ def test_a_kernel_of_another_platform_is_refused_unless_interpreted(monkeypatch)
 
 @pytest.mark.parametrize("make", [resolve, lambda name: Implementations(pack_rows=name)])
 def test_unknown_names(make):
-    with pytest.raises(ValueError, match=r"expected 'xla' or 'pallas_tpu' or 'pallas_gpu' or None, got 'cuda'"):
+    with pytest.raises(
+        ValueError, match=r"expected 'xla' or 'pallas_tpu' or 'pallas_gpu' or 'mosaic_gpu' or None, got 'cuda'"
+    ):
         make("cuda")
     with pytest.raises(ValueError, match="interpret: expected None, True or False, got 'yes'"):
         Implementations(interpret="yes")

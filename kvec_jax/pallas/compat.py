@@ -2,9 +2,12 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 
 import jax
+
+from kvec_jax.errors import UnsupportedError
 
 
 def default_platform() -> str:
@@ -43,3 +46,21 @@ def _last_kernel_raced() -> bool:
 
     races = interpret_pallas_call.races
     return races is not None and races.races_found
+
+
+def needs_index(load: Callable) -> bool:
+    """Whether ``plgpu.load`` must be given an index beside the reference, as up to JAX 0.11."""
+    return "idx" in inspect.signature(load).parameters
+
+
+def simulated_gpu():
+    """What makes ``plgpu.kernel`` run in JAX's simulator of a GPU, in which races are errors.
+
+    Raises:
+        UnsupportedError: Where JAX has none for users, as 0.10.2.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if not hasattr(plgpu, "InterpretGPUParams"):
+        raise UnsupportedError(f"JAX {jax.__version__} has no simulator of a GPU; use 0.12 or newer")
+    return plgpu.InterpretGPUParams(detect_races=True)

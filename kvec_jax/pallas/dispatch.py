@@ -9,7 +9,7 @@ from kvec_jax.errors import UnsupportedError
 from kvec_jax.pallas.compat import default_platform
 from kvec_jax.typing import Implementation
 
-# The kernels of each platform.
+# The kernels of each platform; "mosaic_gpu" is another for GPUs, which only runs where it is asked for.
 KERNELS = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}
 # What an implementation may be called, ``None`` among them.
 NAMES: tuple[str | None, ...] = tuple(name for part in get_args(Implementation) for name in (get_args(part) or (None,)))
@@ -25,7 +25,7 @@ def choose(operation: str, implementation: Implementation, **refusals: str | Non
         **refusals: For each kernel there is, why it can't do this case; ``None`` where it can.
 
     Returns:
-        ``"xla"``, ``"pallas_tpu"`` or ``"pallas_gpu"``.
+        ``"xla"``, ``"pallas_tpu"``, ``"pallas_gpu"`` or ``"mosaic_gpu"``.
 
     Raises:
         ValueError: For an unknown name.

@@ -18,13 +18,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from kvec_jax.online_softmax import LOWEST, Partial
+from kvec_jax.pallas.shares import limits_of, merge_shares, shares_of
 from kvec_jax.pallas.spans import Span, nothing
 from kvec_jax.typing import Array
 
-# Programs that keep a large GPU busy: two for each multiprocessor of an H100.
-_PROGRAMS = 264
-# Rows and columns that the tensor cores take; queries that a program takes; most shares of a head.
-_LEAST, _QUERIES, _SHARES = 16, 64, 32
+# Rows and columns that the tensor cores take; queries that a program takes.
+_LEAST, _QUERIES = 16, 64
 # Numbers in a block of keys. Products of float32 run on the plain cores, fully unrolled: multiplications in one.
 _BLOCK, _EXACT_PRODUCTS = 8192, 1 << 17
 
@@ -49,8 +48,7 @@ def attend(
     S = _BLOCK // columns
     if queries.dtype == jnp.float32:
         S = min(S, _EXACT_PRODUCTS // (rows * columns))
-    shares = min(pl.cdiv(pool[2].most + tail[2].most, S), _PROGRAMS // (B * K * blocks), _SHARES)
-    shares = max(shares, 1)
+    shares = shares_of(pool[2].most + tail[2].most, S, B * K * blocks)
     statistics = jax.ShapeDtypeStruct((shares, B, K, M), jnp.float32)
     weighted, maxima, totals = pl.pallas_call(
         functools.partial(_kernel, S=S, rows=rows, scale=scale),
@@ -59,20 +57,8 @@ def attend(
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="ragged_attention",
-    )(jnp.reshape(layer, 1), *_limits(pool[2], tail[2], blocks * rows), queries, *pool[:2], *tail[:2])
-    maximum = jnp.max(maxima, axis=0)
-    scales = jnp.exp(maxima - maximum)
-    return Partial(jnp.sum(weighted * scales[..., None], axis=0), maximum, jnp.sum(totals * scales, axis=0))
-
-
-def _limits(pool: Span, tail: Span, rows: int) -> tuple[Array, Array | None]:
-    """First and last rows of pool and tail [B, K, 4], and the first that each query sees of both [2, B, K, rows]."""
-    limits = jnp.stack([pool.first, pool.last, tail.first, tail.last], axis=-1)
-    if pool.seen is None and tail.seen is None:
-        return limits, None
-    seen = (span.first[..., None] if span.seen is None else span.seen for span in (pool, tail))
-    seen = jnp.stack(jnp.broadcast_arrays(*seen))
-    return limits, jnp.pad(seen, [(0, 0)] * 3 + [(0, rows - seen.shape[-1])])
+    )(jnp.reshape(layer, 1), *limits_of(pool[2], tail[2], blocks * rows), queries, *pool[:2], *tail[:2])
+    return merge_shares(weighted, maxima, totals)
 
 
 def _kernel(

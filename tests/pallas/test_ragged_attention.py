@@ -147,7 +147,41 @@ def test_no_races_and_nothing_out_of_bounds(spec):
         check(spec, queries, cache, oldest, **how | {"interpret": False})
 
 
-@pytest.mark.parametrize("kernel", ["pallas_tpu", "pallas_gpu"])
+@pytest.mark.parametrize(
+    "spec, reach",
+    [
+        (Segments(name="step", G=4, D=64, counts=((70, 0, 1), (0, 130, 5)), tail=9, dtype="bfloat16"), None),
+        slow_if(True, Segments(name="turn", G=3, D=128, counts=((300, 1),), Q=30, tail=130, dtype="bfloat16"), None),
+        slow_if(True, Segments(name="local", G=2, D=256, counts=((90, 0),), Q=3, tail=70, dtype="bfloat16"), 1500),
+    ],
+    ids=arg_specs.ids,
+)
+def test_through_mosaic_gpu(spec, reach, monkeypatch):
+    """In JAX's simulator of a GPU, where races are errors; its matrix products are plain ones, for it has no others."""
+    mosaic = pytest.importorskip("kvec_jax.pallas.ragged_attention_mosaic")
+    if not hasattr(mosaic.plgpu, "InterpretGPUParams"):
+        pytest.skip("this version of JAX has no simulator of a GPU for users")
+
+    def products(query, keys):
+        return jnp.dot(query[...], keys[...].T, preferred_element_type=jnp.float32)
+
+    def add_sums(weighted, weights, values):
+        return weighted + jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
+
+    monkeypatch.setattr(mosaic, "_products", products)
+    monkeypatch.setattr(mosaic, "_add_sums", add_sums)
+    queries, cache = inputs(spec)
+    oldest = None if reach is None else reaches(spec, cache, reach)
+    check(spec, queries, cache, oldest, implementation="mosaic_gpu", interpret=True)
+
+
+def test_mosaic_gpu_refuses_what_its_matrix_instruction_cannot_take():
+    spec = Segments(name="f32", G=1, D=64, counts=((3,),))
+    with pytest.raises(UnsupportedError, match="expected bfloat16 and a head size of 64, 128 or 256, got float32 and"):
+        check(spec, *inputs(spec), implementation="mosaic_gpu", interpret=True)
+
+
+@pytest.mark.parametrize("kernel", ["pallas_tpu", "pallas_gpu", "mosaic_gpu"])
 def test_other_types_are_refused(kernel):
     spec = Segments(name="half", G=1, D=16, counts=((3,),), dtype="float16")
     queries, cache = inputs(spec)
