@@ -41,6 +41,8 @@ def add_train_zoom(commands) -> None:
     parser.add_argument("--text", nargs="+", required=True, metavar="FILE", help="what to train on, in UTF-8")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of head, checkpoints and metrics")
     parser.add_argument("--share", type=float, metavar="S", help="of the cache's bytes on the device (default: 0.1)")
+    parser.add_argument("--wanted-weight", type=float, default=10.0, metavar="W", help="how much more a span that is "
+        "to be opened counts than another (default: %(default)s, the paper's)")  # fmt: skip
     settings = {
         "steps": (int, "N", "of the optimiser (default: 300)"),
         "lengths": (
@@ -49,7 +51,7 @@ def add_train_zoom(commands) -> None:
             "of the windows, each for an equal part of the steps (default: 512,768,1024)",
         ),
         "queries": (int, "N", "last tokens of each window, which are predicted (default: 128)"),
-        "batch": (int, "N", "windows of a step (default: 1)"),
+        "batch": (int, "N", "windows of a step, which all devices share (default: one for each)"),
         "learning_rate": (float, "R", "at its highest (default: 0.001)"),
         "every": (int, "N", "steps between validations and checkpoints (default: 50)"),
         "validation": (int, "N", "held-out windows (default: 8)"),
@@ -94,6 +96,7 @@ def _train(arguments: argparse.Namespace) -> None:
 
     import kvec_jax as kv
     from kvec_jax.progress import Bar
+    from kvec_jax.sekv.losses import Weights
     from kvec_jax.sekv.policy import SeKV
     from kvec_jax.sekv.training import HEAD_FILE, Training, train
     from kvec_jax.sekv.windows import Windows
@@ -102,13 +105,14 @@ def _train(arguments: argparse.Namespace) -> None:
     given = settings_of(arguments)
     if arguments.share is not None:
         given["policy"] = SeKV(arguments.share)
-    training = Training(**given)
+    devices = jax.devices()
+    given.setdefault("batch", len(devices))
+    training = Training(**given, weights=Weights(wanted=arguments.wanted_weight))
     texts = [read_text(path) for path in arguments.text]
     console = Console(stderr=True, highlight=False)
     console.print(f"Loading {arguments.model}", markup=False)
     lm = kv.load(arguments.model, dtype=arguments.dtype)
     windows = Windows([lm.encode(text) for text in texts], [pathlib.Path(path).name for path in arguments.text])
-    devices = jax.devices()
     mesh = jax.make_mesh((len(devices),), ("data",)) if len(devices) > 1 else None
     told = {"model": known_name(arguments.model) or lm.name, "devices": [device.device_kind for device in devices]}
     try:

@@ -19,12 +19,15 @@ class Weights:
 
     Attributes:
         zoom: Of the decisions' cross-entropy.
+        wanted: How much more a span that is to be opened counts in it than one that is not. The paper's 10 makes the
+            head want nearly every span; where slots are few the order of the spans is what counts, and 1 keeps it.
         recon: Of the energy that gates take from the factors.
         budget: Of the share of spans that are opened, at the end; it grows over the first half of the training.
         gates: Of open gates, inside the budget.
     """
 
     zoom: float = 1.0
+    wanted: float = 10.0
     recon: float = 0.5
     budget: float = 0.1
     gates: float = 0.1
@@ -64,7 +67,7 @@ def losses(model: Transformer, head: ZoomHead, lesson: Lesson, ramp: Array, weig
         ramp: How much of the budget's weight counts by now, 0 to 1.
         weights: Of the terms.
     """
-    logits, notes = answer(model, head, lesson)
+    logits, notes = answer(model, head, lesson, positive_weight=weights.wanted)
     kl = divergence(lesson.teacher, logits)
     recon = (_lost(head, lesson.keys, lesson) + _lost(head, lesson.values, lesson)) / 2
     opened = (_opened(head, lesson.keys, lesson) + _opened(head, lesson.values, lesson)) / 2
