@@ -5,8 +5,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from kvec_jax.forms import Beyond
+from kvec_jax.part import TENSOR
+from kvec_jax.placement import place_cache, size_of, whole
 from kvec_jax.quantised import RowScales
 from kvec_jax.typing import Array
 
@@ -40,6 +43,9 @@ class CompressedKV:
             policies that choose rows.
         segment_rows: Static. Rows set aside for every segment where all have the same (then segment s of the pool
             starts at row ``s * segment_rows``); 0 where the segments are packed end to end.
+        mesh: Static. The devices that share the cache, see ``kvec_jax.shard``; ``None`` for a cache on one. Each has a
+            pool of its own, with the rows of its heads: the pools lie one after the other along P, and ``starts`` count
+            from the beginning of a head's own.
     """
 
     keys: Array
@@ -55,6 +61,7 @@ class CompressedKV:
     recent: Array | None = None
     beyond: Beyond | None = None
     segment_rows: int = dataclasses.field(default=0, metadata={"static": True})
+    mesh: Mesh | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __repr__(self) -> str:
         B, (_, L, K) = self.tail_length.shape[0], self.counts.shape
@@ -74,6 +81,12 @@ class CompressedKV:
     def pool_share(self) -> int:
         """How many rows of the batch share one row of the pool; mostly 1."""
         return self.tail_length.shape[0] // self.counts.shape[0]
+
+    @property
+    def first_rows(self) -> np.ndarray:
+        """Where the pool begins in which each head's ``starts`` count, int64 [K]; zeros for a cache on one device."""
+        devices = 1 if self.mesh is None else size_of(self.mesh, TENSOR)
+        return np.arange(self.num_kv_heads) * devices // self.num_kv_heads * (self.keys.shape[1] // devices)
 
     @property
     def tail_capacity(self) -> int:
@@ -112,7 +125,8 @@ class CompressedKV:
         if not 0 <= row < B:
             raise IndexError(f"row: expected 0 to {B - 1}, got {row}")
         owner = row // self.pool_share
-        positions, starts, counts = (np.asarray(x[owner]) for x in (self.positions, self.starts, self.counts))
+        positions, starts, counts = (whole(x)[owner] for x in (self.positions, self.starts, self.counts))
+        starts = starts + self.first_rows
         return [
             [positions[start : start + count] for start, count in zip(*heads)]
             for heads in zip(starts.tolist(), counts.tolist())
@@ -125,7 +139,7 @@ class CompressedKV:
         """
         own = (self.keys, self.values, self.positions, self.starts, self.counts)
         keys, values, positions, starts, counts = (x[index // self.pool_share] for x in own)
-        return dataclasses.replace(
+        taken = dataclasses.replace(
             self,
             keys=keys,
             values=values,
@@ -140,6 +154,7 @@ class CompressedKV:
             recent=None if self.recent is None else self.recent[:, index],
             beyond=self.beyond and self.beyond.take_rows(index),
         )
+        return place_cache(taken)
 
     def reserve(self, tokens: int) -> "CompressedKV":
         """The same cache with room for ``tokens`` more after those already in its tail (a copy of the tail)."""
@@ -147,9 +162,8 @@ class CompressedKV:
         if missing <= 0:
             return self
         padding = [(0, 0)] * 3 + [(0, missing), (0, 0)]
-        return dataclasses.replace(
-            self, tail_keys=jnp.pad(self.tail_keys, padding), tail_values=jnp.pad(self.tail_values, padding)
-        )
+        tails = dict(tail_keys=jnp.pad(self.tail_keys, padding), tail_values=jnp.pad(self.tail_values, padding))
+        return place_cache(dataclasses.replace(self, **tails))
 
 
 def coverage(cache: CompressedKV) -> np.ndarray:
@@ -168,6 +182,6 @@ def coverage(cache: CompressedKV) -> np.ndarray:
         >>> coverage(cache).tolist()
         [0.25]
     """
-    lengths = np.asarray(cache.next_position - cache.tail_length)
+    lengths = whole(cache.next_position - cache.tail_length)
     kept = (np.unique(np.concatenate(sum(cache.kept_positions(row), []))) for row in range(len(lengths)))
     return np.array([len(positions) / length for positions, length in zip(kept, lengths)])

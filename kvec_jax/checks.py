@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from kvec_jax.cache import CompressedKV
 from kvec_jax.errors import UnsupportedError
@@ -25,8 +26,8 @@ def check_cache(cache) -> None:
         raise TypeError(f"cache: expected a CompressedKV, which prefill gives, got {type(cache).__name__}")
 
 
-def check_policy(policy) -> None:
-    """Raises unless ``policy`` is a ``Policy``, or one with a form of its own."""
+def check_policy(policy, mesh: Mesh | None = None) -> None:
+    """Raises unless ``policy`` is a ``Policy``, or one with a form of its own where there is no ``mesh``."""
     if isinstance(policy, Driven):
         raise UnsupportedError(
             f"policy: {policy.name!r} works with LanguageModel.generate only, which drives its steps from the host; "
@@ -34,6 +35,19 @@ def check_policy(policy) -> None:
         )
     if not isinstance(policy, Policy | Form):
         raise TypeError(f"policy: expected a Policy such as kvec_jax.SnapKV(256), got {policy!r}")
+    check_choosing(policy, mesh)
+
+
+def check_choosing(policy, mesh: Mesh | None) -> None:
+    """Raises for policies that can't work on a ``mesh``."""
+    if mesh is not None and not isinstance(policy, Policy):
+        raise UnsupportedError(f"policy: only policies that choose rows work on a mesh, and {policy.name!r} doesn't")
+
+
+def check_same_mesh(model: Transformer, cache: CompressedKV) -> None:
+    """Raises unless ``cache`` lies where ``model`` does."""
+    if model.mesh != cache.mesh:
+        raise ValueError(f"cache: expected one on the model's mesh, {model.mesh}, got one on {cache.mesh}")
 
 
 def check_tokens(config: ModelConfig, tokens, lengths) -> tuple[Array, Array]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from kvec_jax.implementations import Implementations
+from kvec_jax.part import Part
 from kvec_jax.pool import Pool, take_rows
 from kvec_jax.select import LOWEST_KEY, indices_of
 from kvec_jax.typing import Array
@@ -54,6 +55,14 @@ class Competition:
             jnp.concatenate([self.order, order.reshape(B, K * T)], axis=1),
             jnp.concatenate([self.identity, new], axis=1),
         )
+
+    def rank(self, identity: Array, K: int, part: Part) -> Array:
+        """Which of equal entries comes first: their ``identity``, with the heads of all devices counted."""
+        if part.heads == 1:
+            return identity
+        layer = identity // (K * self.length)
+        others = (layer * (part.heads - 1) + part.number) * (K * self.length)
+        return jnp.where(identity == _EMPTY, _EMPTY, identity + others)
 
     def replace(
         self,

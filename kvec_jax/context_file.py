@@ -22,6 +22,7 @@ from kvec_jax.errors import LoadError, UnsupportedError
 from kvec_jax.files import replacing
 from kvec_jax.identity import ModelIdentity
 from kvec_jax.quantised import RowScales
+from kvec_jax.regroup import regroup
 
 _FORMAT = "kvec_jax context 1"
 _NO_CHECKSUM = "0" * 64
@@ -34,9 +35,9 @@ def save_context(context: Context, path: str | os.PathLike) -> None:
 
     import kvec_jax
 
-    cache = context.cache
-    if cache.beyond is not None:
+    if context.cache.beyond is not None:
         raise UnsupportedError(f"{path}: a context of {context.policy} can't be saved")
+    cache = regroup(context.cache, None)  # a file says nothing of devices
     tensors = _arrays(cache) | {f"scales.{name}": array for name, array in _arrays(cache.scales).items()}
     about = {
         "model": dataclasses.asdict(context.model),
@@ -97,7 +98,7 @@ def load_context(path: str | os.PathLike, lm) -> Context:
         context.model.check(lm.identity)
     except ValueError as error:
         raise LoadError(f"{path}: {error}") from error
-    return context
+    return dataclasses.replace(context, cache=regroup(context.cache, lm.model.mesh))
 
 
 def _arrays(fields) -> dict[str, np.ndarray]:

@@ -12,17 +12,19 @@ import numpy as np
 
 from kvec_jax.arguments import check_count
 from kvec_jax.cache import CompressedKV
-from kvec_jax.checks import check_policy
+from kvec_jax.checks import check_policy, check_same_mesh
 from kvec_jax.decoding import DecodeState, advance, begin
 from kvec_jax.dialogue import BREAK, Frame, first_tokens, later_tokens
 from kvec_jax.extend import extend, run_extend
 from kvec_jax.generate import check_key, end_tokens
 from kvec_jax.identity import ModelIdentity
 from kvec_jax.implementations import Implementations, resolve
+from kvec_jax.placement import place_rows
 from kvec_jax.policies import Policy
 from kvec_jax.prefill import prefill
 from kvec_jax.running import Output, Run, listeners, pad_prompts, round_up
 from kvec_jax.sampling import Sampler
+from kvec_jax.spread import on_mesh
 from kvec_jax.typing import Array, Implementation
 
 # What each question has of a cache; the rest, the pool, belongs to the context and is never copied.
@@ -118,7 +120,8 @@ def ask(
     hears = listeners(lm.tokenizer, stream, single, len(ids), ends)
     how = resolve(implementation, lm.model)
     run = Run()
-    inputs = lm.model, context.cache, tokens, lengths, sampler, key
+    *placed, key = place_rows(lm.model.mesh, tokens=tokens, lengths=lengths, key=key)
+    inputs = lm.model, context.cache, *placed, sampler, key
     first = run.compile(_begin, *inputs, round_up(max_new_tokens, 64), ends, how)
     state = run.read(first, *inputs)
     more = run.compile(_go_on, lm.model, context.cache, state, sampler, key, jnp.int32(0), ends, how)
@@ -132,6 +135,7 @@ def ask(
 
 
 @functools.partial(jax.jit, static_argnames=("capacity", "eos_token_ids", "how"))
+@on_mesh
 def _begin(model, cache, tokens, lengths, sampler, key, capacity, eos_token_ids, how) -> DecodeState:
     """The state after every question's first token; in place of a cache it has what is each question's own."""
     B, Q = tokens.shape
@@ -154,6 +158,7 @@ def _begin(model, cache, tokens, lengths, sampler, key, capacity, eos_token_ids,
 
 
 @functools.partial(jax.jit, static_argnames=("eos_token_ids", "how"), donate_argnames="state")
+@on_mesh
 def _go_on(model, cache, state, sampler, key, until, eos_token_ids, how) -> DecodeState:
     state = dataclasses.replace(state, cache=dataclasses.replace(cache, **state.cache))
     return _without_pool(advance(model, state, sampler, key, until, eos_token_ids, how))
@@ -213,6 +218,7 @@ def _check(lm, context) -> None:
     if not isinstance(context, Context):
         raise TypeError(f"context: expected what compress or load_context gave, got {context!r}")
     context.model.check(lm.identity)
+    check_same_mesh(lm.model, context.cache)
 
 
 def _check_room(lm, context: Context, ids: list[list[int]], max_new_tokens: int) -> None:

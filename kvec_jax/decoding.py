@@ -11,7 +11,7 @@ from kvec_jax.cache import CompressedKV
 from kvec_jax.extend import run_extend
 from kvec_jax.implementations import Implementations
 from kvec_jax.models.transformer import Transformer
-from kvec_jax.sampling import Sampler
+from kvec_jax.sampling import Sampler, keys_of_rows
 from kvec_jax.typing import Array
 
 
@@ -64,7 +64,7 @@ def advance(
     columns = jnp.arange(state.tokens.shape[1])
 
     def unfinished(state):
-        return (state.count < until) & ~jnp.all(state.done)
+        return (state.count < until) & model.config.part.any_row(~state.done)
 
     def step(state):
         newest = state.tokens[:, -1]
@@ -85,8 +85,7 @@ def advance(
 
 def choose_tokens(sampler: Sampler, key: Array, logits: Array, positions: Array) -> Array:
     """One token per row; row b's key comes from ``key`` (one for all, or one per row), b, and the row's position."""
-    rows = jnp.arange(logits.shape[0])
-    keys = key if key.ndim else jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
+    keys = key if key.ndim else keys_of_rows(key, logits.shape[0])
     return sampler(logits, jax.vmap(jax.random.fold_in)(keys, positions))
 
 

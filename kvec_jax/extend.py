@@ -10,9 +10,18 @@ from jax import lax
 
 from kvec_jax.attention import cache_attention
 from kvec_jax.cache import CompressedKV
-from kvec_jax.checks import check_cache, check_lengths, check_model, check_token_array, check_token_ids
+from kvec_jax.checks import (
+    check_cache,
+    check_lengths,
+    check_model,
+    check_same_mesh,
+    check_token_array,
+    check_token_ids,
+)
 from kvec_jax.implementations import Implementations, resolve
 from kvec_jax.models.transformer import Rotation, Transformer, layer_inputs, layer_reach
+from kvec_jax.placement import place_rows
+from kvec_jax.spread import on_mesh
 from kvec_jax.typing import Array, Implementation
 
 
@@ -53,10 +62,12 @@ def extend(
         63
     """
     tokens, lengths = _check(model, cache, tokens, lengths)
+    tokens, lengths = place_rows(model.mesh, tokens=tokens, lengths=lengths)
     return _extend(model, cache, tokens, lengths, all_logits, resolve(implementation, model))
 
 
 @functools.partial(jax.jit, static_argnames=("all_logits", "how"))
+@on_mesh
 def _extend(model, cache, tokens, lengths, all_logits, how):
     return run_extend(model, cache, tokens, lengths, all_logits, how)
 
@@ -138,6 +149,7 @@ def _append(tail: Array, rows: Array, at: Array) -> Array:
 def _check(model: Transformer, cache: CompressedKV, tokens, lengths) -> tuple[Array, Array]:
     check_model(model)
     check_cache(cache)
+    check_same_mesh(model, cache)
     tokens = check_token_array(tokens)
     check_token_ids(model.config, tokens)
     B, Q = tokens.shape

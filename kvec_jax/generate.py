@@ -11,17 +11,19 @@ import numpy as np
 
 from kvec_jax.arguments import check_count
 from kvec_jax.cache import CompressedKV
-from kvec_jax.checks import check_cache, check_model, check_policy, check_tokens
+from kvec_jax.checks import check_cache, check_model, check_policy, check_same_mesh, check_tokens
 from kvec_jax.decoding import DecodeState, advance, begin
 from kvec_jax.extend import check_room
 from kvec_jax.implementations import Implementations, resolve
 from kvec_jax.limits import Limits, check_limits
 from kvec_jax.models.transformer import Transformer
+from kvec_jax.placement import place_rows
 from kvec_jax.policies.base import Policy
 from kvec_jax.policies.prepared import prepare
 from kvec_jax.prefill import run_prefill
 from kvec_jax.rolling import as_rolling, make_room
 from kvec_jax.sampling import Greedy, Sample, Sampler
+from kvec_jax.spread import on_mesh
 from kvec_jax.typing import Array, Implementation
 
 
@@ -75,7 +77,7 @@ def generate(
         (1, 5)
     """
     check_model(model)
-    check_policy(policy)
+    check_policy(policy, model.mesh)
     check_count("max_new_tokens", max_new_tokens, 1)
     tokens, lengths = check_tokens(model.config, tokens, lengths)
     _check_context(model, lengths, max_new_tokens)
@@ -84,10 +86,12 @@ def generate(
     limits = check_limits(policy, model.config, chunk=chunk, tail=tail, cache_dtype=cache_dtype)
     how = resolve(implementation, model)
     prepared = prepare(policy, model)
+    tokens, lengths, key = place_rows(model.mesh, tokens=tokens, lengths=lengths, key=key)
     return _generate(model, prepared, tokens, lengths, policy, sampler, key, max_new_tokens, ends, how, limits)
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "max_new_tokens", "eos_token_ids", "how", "limits"))
+@on_mesh
 def _generate(model, prepared, tokens, lengths, policy, sampler, key, max_new_tokens, eos_token_ids, how, limits):
     logits, cache = read_prompts(model, prepared, tokens, lengths, policy, max_new_tokens, how, limits)
     state = begin(cache, logits, sampler, key, max_new_tokens, eos_token_ids)
@@ -152,16 +156,19 @@ def decode(
     """
     check_model(model)
     check_cache(cache)
+    check_same_mesh(model, cache)
     check_count("max_new_tokens", max_new_tokens, 1)
     key = check_key(sampler, key, logits.shape[0])
     longest = int(np.max(cache.tail_length)), int(np.max(cache.next_position))
     check_room(model, cache, *(x + max_new_tokens - 1 for x in longest))
     ends, how = end_tokens(model, eos_token_ids), resolve(implementation, model)
+    (key,) = place_rows(model.mesh, key=key)
     state = _decode(model, cache, logits, sampler, key, max_new_tokens, ends, how)
     return state.tokens, state.cache
 
 
 @functools.partial(jax.jit, static_argnames=("max_new_tokens", "eos_token_ids", "how"), donate_argnames="cache")
+@on_mesh
 def _decode(model, cache, logits, sampler, key, max_new_tokens, eos_token_ids, how):
     return run_decode(model, cache, logits, sampler, key, max_new_tokens, eos_token_ids, how)
 

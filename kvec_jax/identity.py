@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from kvec_jax.models.transformer import Transformer
+from kvec_jax.placement import whole
 from kvec_jax.typing import Array
 
 # What a model may differ in and still read the caches of another.
@@ -63,7 +64,7 @@ def identity_of(model: Transformer, name: str) -> ModelIdentity:
 def _fingerprint(model: Transformer) -> str:
     values = {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model))}
     digest = hashlib.sha256()
-    for name, sample in sorted(jax.device_get(_samples(values)).items()):
+    for name, sample in sorted(jax.tree.map(whole, _samples(values)).items()):
         digest.update(f"{name} {sample.dtype} {values[name].shape}".encode() + np.ascontiguousarray(sample).tobytes())
     return digest.hexdigest()
 

@@ -59,7 +59,8 @@ def resolve(implementation: Implementation | Implementations, where=None) -> Imp
     Args:
         implementation: One name for all operations, or one for each.
         where: Any pytree of arrays that the computation reads, such as the model: it runs where they are. A kernel that
-            isn't asked for is not taken on a CPU, nor where the arrays are spread over several devices.
+            isn't asked for is not taken on a CPU, nor where the arrays are spread over several devices, but for a
+            model on a mesh, of which each device runs its own part.
 
     Returns:
         With ``interpret`` decided: a hashable static argument.
@@ -90,7 +91,8 @@ def _placement(where) -> tuple[str, int]:
     for leaf in jax.tree.leaves(where):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
             devices = leaf.devices()
-            return next(iter(devices)).platform, len(devices)
+            together = getattr(where, "mesh", None) is None
+            return next(iter(devices)).platform, len(devices) if together else 1
     return default_platform(), 1
 
 

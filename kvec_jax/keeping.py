@@ -39,6 +39,7 @@ class Plan:
         self.policy, self.config, self.lengths, self.T = policy, config, lengths, T
         self.B, self.L = lengths.shape[0], config.num_hidden_layers
         self.K, self.D = config.num_key_value_heads, config.head_dim
+        self.all_heads = config.all_key_value_heads
         self.num_local = len(config.local_layers)
         self.num_layers = self.L - self.num_local  # that compress
         self.window = min(config.sliding_window or 0, T)
@@ -51,8 +52,18 @@ class Plan:
         self.ranks = jnp.asarray(np.maximum(np.cumsum(compresses) - 1, 0))
 
     def rows(self) -> int:
-        """Rows that all segments of a prompt need together."""
-        return self.K * (self.policy.budget.total(self.T, self.num_layers) + self.window * self.num_local)
+        """Rows that the segments of a prompt may need together."""
+        total = self.policy.budget.total(self.T, self.num_layers) + self.window * self.num_local
+        return min(self.rivals * total, self.K * self.L * self.T)
+
+    def layer_rows(self, most: int) -> int:
+        """Rows that one layer may need, where a head has a budget of ``most`` at most."""
+        return min(self.rivals * max(most, self.window), self.K * self.T, self.rows())
+
+    @property
+    def rivals(self) -> int:
+        """Heads for whose places one device's may compete: its own, or all of a layer, whose places it may win."""
+        return self.K if self.policy.scope == "head" else self.all_heads
 
     def score(self, seen: Observation, memory) -> tuple[Scores, object]:
         """What the policy's scorer says of a layer, and its memory."""
@@ -82,12 +93,20 @@ class Plan:
         even = jnp.broadcast_to(budget[:, None], (B, K))
         if self.policy.scope != "layer":
             return even
-        best = seen.best(order.reshape(B, K * T), K * budget).reshape(B, K, T)
+        places = self.all_heads * budget
+        best = seen.best_over_heads(order.reshape(B, K * T), places).reshape(B, K, T)
         won = jnp.sum(best, axis=-1, dtype=jnp.int32)
         if not self.policy.floor:
             return won
         floor = jnp.float32(self.policy.floor)
-        return largest_remainder((1 - floor) * won + floor * even, K * budget)
+        shares = seen.all_heads((1 - floor) * won + floor * even)
+        return seen.own_heads(largest_remainder(shares, places))
+
+    def after(self, seen: Observation, kept: Array, memory):
+        """The scorer's memory once it is known which entries of the layer are ``kept``."""
+        if jax.tree.leaves(memory):
+            kept = seen.all_heads(kept)
+        return self.policy.scorer.after(kept, memory)
 
 
 def _holds_all(budget: BudgetRule, T: int, layers: int) -> bool:
@@ -129,8 +148,7 @@ class PerLayer:
         most = budget.most(plan.T, plan.num_layers)
         if budget.even and policy.scope == "head" and not plan.num_local:
             return equal_pool(plan.B, plan.L, plan.K, plan.D, most, dtype, plan.lengths)
-        layer_rows = min(plan.K * max(most, plan.window), plan.rows())
-        return ragged_pool(plan.B, plan.L, plan.K, plan.D, plan.rows(), layer_rows, dtype)
+        return ragged_pool(plan.B, plan.L, plan.K, plan.D, plan.rows(), plan.layer_rows(most), dtype)
 
     def add(self, pool: Pool, layer: Array, is_local: Array, seen: Observation, memory) -> tuple[Pool, object]:
         """The pool with what is kept of one more layer."""
@@ -147,7 +165,7 @@ class PerLayer:
     def _keep_best(self, seen: Observation, memory):
         scores, memory = self.plan.score(seen, memory)
         kept = seen.best(*self.plan.order(seen, scores))
-        return kept, self.plan.policy.scorer.after(kept, memory)
+        return kept, self.plan.after(seen, kept, memory)
 
     def _keep_window(self, seen: Observation, memory):
         return self.plan.window_order(seen) != LOWEST_KEY, memory
@@ -175,11 +193,12 @@ class WholeModel:
         else:
             order, memory = self._score(seen, memory)
         all_order, identity = pool.candidates(layer, order)
-        places = plan.K * (jnp.sum(plan.budgets, axis=0) + jnp.minimum(plan.lengths, plan.window) * plan.num_local)
-        alive = seen.best(all_order, places, rank=identity) & (all_order != LOWEST_KEY)
+        shares = jnp.sum(plan.budgets, axis=0) + jnp.minimum(plan.lengths, plan.window) * plan.num_local
+        rank = pool.rank(identity, plan.K, plan.config.part)
+        alive = seen.best_over_heads(all_order, plan.all_heads * shares, rank) & (all_order != LOWEST_KEY)
         kept = alive[:, pool.order.shape[1] :].reshape(order.shape)
         pool = pool.replace(alive, all_order, identity, seen.keys, seen.values, seen.implementations)
-        return pool, self._after(is_local, kept, memory)
+        return pool, self._after(is_local, seen, kept, memory)
 
     def finish(self, pool: Competition) -> Pool:
         """The entries sorted into segments, packed end to end."""
@@ -192,11 +211,10 @@ class WholeModel:
     def _window_order(self, seen: Observation, memory):
         return self.plan.window_order(seen), memory
 
-    def _after(self, is_local: Array, kept: Array, memory):
-        after = self.plan.policy.scorer.after
+    def _after(self, is_local: Array, seen: Observation, kept: Array, memory):
         if not self.plan.num_local:
-            return after(kept, memory)
-        return lax.cond(is_local, lambda memory: memory, lambda memory: after(kept, memory), memory)
+            return self.plan.after(seen, kept, memory)
+        return lax.cond(is_local, lambda memory: memory, lambda memory: self.plan.after(seen, kept, memory), memory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +247,7 @@ class Cascade:
         alive = self._within(all_order, identity, preferences, 1)
         kept = alive[:, pool.order.shape[1] :].reshape(order.shape)
         pool = pool.replace(alive, all_order, identity, seen.keys, seen.values, seen.implementations)
-        return (pool, preferences), self.plan.policy.scorer.after(kept, memory)
+        return (pool, preferences), self.plan.after(seen, kept, memory)
 
     def finish(self, state) -> Pool:
         """The entries within the last budgets, sorted into segments, packed end to end."""

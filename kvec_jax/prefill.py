@@ -17,11 +17,13 @@ from kvec_jax.keeping import Keeper, keeper
 from kvec_jax.limits import Limits, check_limits
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.models.transformer import Rotation, Transformer, layer_inputs, layer_reach
+from kvec_jax.placement import place_rows
 from kvec_jax.policies.base import Observation, Policy
 from kvec_jax.policies.prepared import prepare
 from kvec_jax.pool import Pool
 from kvec_jax.prompt_attention import attend_prompt
 from kvec_jax.quantised import quantise
+from kvec_jax.spread import on_mesh
 from kvec_jax.typing import Array, Implementation
 
 
@@ -74,17 +76,19 @@ def prefill(
         32
     """
     check_model(model)
-    check_policy(policy)
+    check_policy(policy, model.mesh)
     check_count("reserve", reserve, 0)
     tokens, lengths = check_tokens(model.config, tokens, lengths)
     limits = check_limits(policy, model.config, chunk=chunk, cache_dtype=cache_dtype)
     if all_logits and chunk is not None:
         raise ValueError("all_logits: not with chunk, which holds one chunk at a time")
     how = resolve(implementation, model)
+    tokens, lengths = place_rows(model.mesh, tokens=tokens, lengths=lengths)
     return _prefill(model, prepare(policy, model), tokens, lengths, policy, reserve, all_logits, how, limits)
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "reserve", "all_logits", "how", "limits"))
+@on_mesh
 def _prefill(model, prepared, tokens, lengths, policy, reserve, all_logits, how, limits):
     return run_prefill(model, prepared, tokens, lengths, policy, reserve, all_logits, how, limits)
 
@@ -169,7 +173,7 @@ def read_layers(
             keys=keys,
             values=values,
             lengths=lengths,
-            output_projection=block.o_proj[...].reshape(config.num_attention_heads, config.head_dim, -1),
+            output_matrix=block.o_proj[...],
             prepared=prepared,
             layer=keep.plan.ranks[layer],
             logsumexp=logsumexp,

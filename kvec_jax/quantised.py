@@ -14,6 +14,7 @@ from jax import lax
 
 from kvec_jax.arguments import check_choice
 from kvec_jax.errors import UnsupportedError
+from kvec_jax.spread import on_mesh
 from kvec_jax.typing import Array
 
 CACHE_DTYPES = ("int8", "int4")
@@ -89,6 +90,7 @@ def quantise(cache, dtype: str):
 
 
 @functools.partial(jax.jit, static_argnames="bits")
+@on_mesh
 def _quantise(cache, bits: int):
     keys, values = (x.astype(jnp.float32) for x in (cache.keys, cache.values))
     low, high, segment = jax.vmap(_segment_range)(keys, cache.starts, cache.counts)

@@ -84,7 +84,7 @@ def make_room(
     """The cache with room for ``lengths`` [B] more tokens: rows whose tail is too full for them choose again."""
     full = cache.tail_length + lengths > cache.tail_capacity
     return lax.cond(
-        jnp.any(full),
+        model.config.part.any_row(full),
         lambda cache: choose_again(model, policy, prepared, cache, full, cache.next_position, how),
         lambda cache: cache,
         cache,
@@ -135,7 +135,7 @@ def choose_again(
             keys=keys,
             values=values,
             lengths=lengths,
-            output_projection=block.o_proj[...].reshape(config.num_attention_heads, config.head_dim, -1),
+            output_matrix=block.o_proj[...],
             prepared=prepared,
             layer=layer,
             num_layers=L,

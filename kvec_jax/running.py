@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvec_jax.decoding import DecodeState
+from kvec_jax.placement import whole
 
 # Tokens that are generated between two looks at the device, when text is streamed.
 _STREAM_STEP = 8
@@ -103,7 +104,7 @@ class Run:
             count, done = int(state.count), bool(jnp.all(state.done))
             finished = done or count >= max_new_tokens
             if listeners:
-                tokens = np.asarray(state.tokens)[:, :count]
+                tokens = whole(state.tokens)[:, :count]
                 for listener, row in zip(listeners, tokens, strict=True):
                     listener(row.tolist(), finished)
             if finished:
@@ -115,7 +116,7 @@ class Run:
     def outputs(self, tokenizer, state: DecodeState, ends: Sequence[int], costs: Sequence[dict]) -> list[Output]:
         """What each row came to; ``costs`` are the fields of its ``Stats`` that the clock doesn't know."""
         count = int(state.count)
-        rows = [cut_at_end(row[:count].tolist(), ends) for row in np.asarray(state.tokens)]
+        rows = [cut_at_end(row[:count].tolist(), ends) for row in whole(state.tokens)]
         later = sum(len(row) - 1 for row in rows)
         seconds = dict(
             compile_seconds=self.compile_seconds,

@@ -98,4 +98,9 @@ def _check(name: str, value, expected: str, good) -> None:
         raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
 
+def keys_of_rows(key: Array, rows: int) -> Array:
+    """One random key for each row of a batch, from one for all of them."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
+
+
 Sampler = Greedy | Sample

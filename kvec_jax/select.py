@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvec_jax.pallas.dispatch import choose
+from kvec_jax.part import WHOLE, Part
 from kvec_jax.typing import Array, Implementation
 
 
@@ -41,6 +42,7 @@ def top_k_mask(
     k: Array,
     rank: Array | None = None,
     *,
+    part: Part = WHOLE,
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> Array:
@@ -53,6 +55,8 @@ def top_k_mask(
         keys: int32 [..., S], see ``ordered_keys``.
         k: int32 [...] or scalar, how many to mark; from 0 up. All are marked where ``k >= S``.
         rank: int32 [..., S], distinct and from 0 up: which of equal keys comes first. ``None`` means the lower index.
+        part: Static. Over how many devices the keys are divided: ``k`` are marked among those of all, each marks its
+            own, and of equal keys the first device's come first. Only counts pass between the devices.
         implementation: See ``kvec_jax.Implementations``.
         interpret: Whether a kernel is interpreted.
 
@@ -69,10 +73,14 @@ def top_k_mask(
     from kvec_jax.pallas import select_top_k_tpu, select_top_k_triton  # not before kernels may be needed
 
     k = jnp.broadcast_to(jnp.asarray(k, jnp.int32), keys.shape[:-1])
-    refusals = dict(pallas_tpu=select_top_k_tpu.refusal(keys, rank), pallas_gpu=select_top_k_triton.refusal(keys, rank))
+    spread = "the entries are on several devices" if part.heads > 1 else None
+    refusals = dict(
+        pallas_tpu=spread or select_top_k_tpu.refusal(keys, rank),
+        pallas_gpu=spread or select_top_k_triton.refusal(keys, rank),
+    )
     chosen = choose("select_top_k", implementation, **refusals)
     if chosen == "xla":
-        return _top_k_mask(keys, k, rank)
+        return _top_k_mask(keys, k, rank, part)
     kernels = select_top_k_tpu if chosen == "pallas_tpu" else select_top_k_triton
     S = keys.shape[-1]
     rank = None if rank is None else rank.reshape(-1, S)
@@ -80,12 +88,16 @@ def top_k_mask(
     return mask.reshape(keys.shape)
 
 
-def _top_k_mask(keys: Array, k: Array, rank: Array | None) -> Array:
-    above, equal = split_at_largest(keys, lambda marked: jnp.sum(marked, axis=-1, dtype=jnp.int32) >= k)
-    room = k - jnp.sum(above, axis=-1, dtype=jnp.int32)
+def _top_k_mask(keys: Array, k: Array, rank: Array | None, part: Part) -> Array:
+    def count(marked):
+        return jnp.sum(marked, axis=-1, dtype=jnp.int32)
+
+    above, equal = split_at_largest(keys, lambda marked: part.sum(count(marked)) >= k)
+    room = k - part.sum(count(above))
     if rank is None:
+        room = room - part.before(count(equal))
         return above | (equal & (jnp.cumsum(equal, axis=-1) <= room[..., None]))
-    return above | (equal & _top_k_mask(jnp.where(equal, -rank, LOWEST_KEY), room, None))
+    return above | (equal & _top_k_mask(jnp.where(equal, -rank, LOWEST_KEY), room, None, part))
 
 
 def split_at_largest(keys: Array, enough: Callable[[Array], Array]) -> tuple[Array, Array]:

@@ -13,7 +13,7 @@ import numpy as np
 from kvec_jax import contexts
 from kvec_jax.arguments import check_count
 from kvec_jax.cache import CompressedKV
-from kvec_jax.checks import check_policy
+from kvec_jax.checks import check_choosing, check_policy
 from kvec_jax.contexts import Context
 from kvec_jax.decoding import advance, begin
 from kvec_jax.errors import UnsupportedError
@@ -24,10 +24,12 @@ from kvec_jax.implementations import Implementations, resolve
 from kvec_jax.limits import check_limits
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.models.transformer import Transformer
+from kvec_jax.placement import place_rows, whole
 from kvec_jax.policies import FullCache, Policy
 from kvec_jax.policies.prepared import prepare
 from kvec_jax.running import Output, Run, Stats, bucket, listeners, pad_prompts, round_up
 from kvec_jax.sampling import Greedy, Sampler
+from kvec_jax.spread import on_mesh
 from kvec_jax.typing import Array, Implementation
 
 
@@ -111,8 +113,10 @@ class LanguageModel:
                 model's context.
             UnsupportedError: If an implementation that was asked for by name can't do this.
         """
-        if not isinstance(policy, Driven):
-            check_policy(policy)
+        if isinstance(policy, Driven):
+            check_choosing(policy, self.model.mesh)
+        else:
+            check_policy(policy, self.model.mesh)
         check_count("max_new_tokens", max_new_tokens, 1)
         single = isinstance(prompt, str) or _is_chat(prompt)
         if not isinstance(prompt, Sequence):
@@ -132,7 +136,8 @@ class LanguageModel:
             return outputs[0] if single else outputs
         run = Run()
         prepared = prepare(policy, self.model)
-        inputs = self.model, prepared, tokens, lengths
+        *placed, key = place_rows(self.model.mesh, tokens=tokens, lengths=lengths, key=key)
+        inputs = self.model, prepared, *placed
         how = resolve(implementation, self.model)
         first = run.compile(_start, *inputs, policy, sampler, key, round_up(max_new_tokens, 64), ends, how, limits)
         state = run.read(first, *inputs, sampler, key)
@@ -251,7 +256,7 @@ class LanguageModel:
                 )
 
     def _costs(self, cache: CompressedKV, lengths: np.ndarray, padded: int) -> list[dict]:
-        kept = np.asarray(cache.counts).sum(axis=(1, 2))
+        kept = whole(cache.counts).sum(axis=(1, 2))
         moved = np.zeros(len(lengths)) if cache.beyond is None else np.asarray(cache.beyond.moved_nbytes)
         config = self.config
         return [
@@ -269,12 +274,14 @@ class LanguageModel:
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "capacity", "eos_token_ids", "how", "limits"))
+@on_mesh
 def _start(model, prepared, tokens, lengths, policy, sampler, key, capacity, eos_token_ids, how, limits):
     logits, cache = read_prompts(model, prepared, tokens, lengths, policy, capacity, how, limits)
     return begin(cache, logits, sampler, key, capacity, eos_token_ids)
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "eos_token_ids", "how", "limits"), donate_argnames="state")
+@on_mesh
 def _continue(model, prepared, state, sampler, key, until, policy, eos_token_ids, how, limits):
     room = room_maker(model, prepared, policy, how, limits)
     return advance(model, state, sampler, key, until, eos_token_ids, how, room)
@@ -291,7 +298,7 @@ def load(name_or_path: str | os.PathLike, *, dtype=None, **options) -> LanguageM
         name_or_path: A known name (``"smollm2-135m"``), a Hugging Face hub id, a folder with ``config.json`` and
             safetensors, or a ``.gguf`` file.
         dtype: ``"float32"`` or ``"bfloat16"``; ``None`` means float32 on CPU and bfloat16 elsewhere.
-        **options: As in ``kvec_jax.models.load.load_model``: ``revision``, ``token``, ``max_context``.
+        **options: As in ``kvec_jax.models.load.load_model``: ``revision``, ``token``, ``max_context``, ``mesh``.
 
     Returns:
         The model.

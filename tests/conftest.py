@@ -11,6 +11,10 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax  # noqa: E402
 
+# Several devices, for what is divided among them; a CPU can pretend to be as many as one likes.
+if "xla_force_host_platform_device_count" not in os.environ["XLA_FLAGS"]:
+    jax.config.update("jax_num_cpu_devices", 8)
+
 from tests.compiled import pytest_sessionfinish, pytest_terminal_summary  # noqa: E402, F401 - hooks
 
 

@@ -10,6 +10,7 @@ import pathlib
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from kvec_jax.errors import LoadError
 from kvec_jax.models.config import ModelConfig
@@ -17,6 +18,7 @@ from kvec_jax.models.rope import Rope
 from kvec_jax.models.tokenizer import Tokenizer
 from kvec_jax.models.transformer import Transformer
 from kvec_jax.models.weights import resolve_dtype
+from kvec_jax.placement import check_mesh, parameter_sharding
 
 SETTINGS = "kvec_model.json"
 _FORMAT = 1
@@ -43,12 +45,13 @@ def save_checkpoint(path, model: Transformer, tokenizer: Tokenizer | None = None
     (folder / SETTINGS).write_text(json.dumps(settings, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
-def load_checkpoint(path, *, dtype=None) -> tuple[Transformer, Tokenizer | None]:
+def load_checkpoint(path, *, dtype=None, mesh: Mesh | None = None) -> tuple[Transformer, Tokenizer | None]:
     """Reads what ``save_checkpoint`` wrote.
 
     Args:
         path: The folder.
         dtype: Of the matrices, as for ``load_model``; it may differ from the one that was saved.
+        mesh: As for ``load_model``.
 
     Raises:
         LoadError: When the folder isn't a checkpoint, or is damaged.
@@ -59,7 +62,8 @@ def load_checkpoint(path, *, dtype=None) -> tuple[Transformer, Tokenizer | None]
         config = _config(settings["config"])
     except (KeyError, TypeError, ValueError) as error:
         raise LoadError(f"{folder / SETTINGS}: the configuration is damaged ({error})") from error
-    model = _restore(folder / "parameters", config, resolve_dtype(dtype))
+    mesh = None if mesh is None else check_mesh(mesh, config)
+    model = _restore(folder / "parameters", config, resolve_dtype(dtype), mesh)
     tokenizer = None
     if settings.get("tokenizer") is not None:
         tokenizer = Tokenizer.from_file(folder / "tokenizer.json", **settings["tokenizer"])
@@ -70,13 +74,14 @@ def _by_name(model: Transformer) -> dict[str, jax.Array]:
     return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model))}
 
 
-def _restore(folder: pathlib.Path, config: ModelConfig, dtype) -> Transformer:
+def _restore(folder: pathlib.Path, config: ModelConfig, dtype, mesh: Mesh | None) -> Transformer:
     import orbax.checkpoint
 
-    abstract = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), dtype=dtype))
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shapes = _by_name(abstract).items()
-    wanted = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for name, leaf in shapes}
+    abstract = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), dtype=dtype, mesh=mesh))
+    wanted = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=parameter_sharding(mesh, name))
+        for name, leaf in _by_name(abstract).items()
+    }
     try:
         with orbax.checkpoint.StandardCheckpointer() as checkpointer:
             _compare(folder, checkpointer.metadata(folder).item_metadata, wanted)

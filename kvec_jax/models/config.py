@@ -3,6 +3,7 @@
 import dataclasses
 
 from kvec_jax.models.rope import Rope
+from kvec_jax.part import WHOLE, Part
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,9 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
+    # What a device has of the model; see ``PartConfig``.
+    part = WHOLE
+
     def __post_init__(self):
         positive = (
             "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
@@ -91,6 +95,16 @@ class ModelConfig:
         return self.num_attention_heads // self.num_key_value_heads
 
     @property
+    def all_attention_heads(self) -> int:
+        """Query heads of a layer, over all devices that share them."""
+        return self.num_attention_heads * self.part.heads
+
+    @property
+    def all_key_value_heads(self) -> int:
+        """Key-value heads of a layer, over all devices that share them."""
+        return self.num_key_value_heads * self.part.heads
+
+    @property
     def scale(self) -> float:
         """Factor on the logits of attention."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
@@ -113,3 +127,22 @@ class ModelConfig:
         local = len(self.local_layers)
         rows = kept * (self.num_hidden_layers - local) + min(tokens, self.sliding_window or tokens) * local
         return 2 * rows * self.num_key_value_heads * self.head_dim * itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartConfig(ModelConfig):
+    """What one of the devices that share a model has of it: its number of heads is that of this device.
+
+    Attributes:
+        part: How many devices share it.
+    """
+
+    part: Part
+
+    @classmethod
+    def of(cls, config: ModelConfig, part: Part) -> "PartConfig":
+        """The part of a whole model's ``config``."""
+        fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        fields["num_attention_heads"] //= part.heads
+        fields["num_key_value_heads"] //= part.heads
+        return cls(**fields, part=part)

@@ -6,6 +6,8 @@ import os
 import pathlib
 import re
 
+import jax
+
 from kvec_jax.errors import LoadError, UnsupportedError
 from kvec_jax.models import gguf, huggingface, sources
 from kvec_jax.models.checkpoint import SETTINGS, load_checkpoint
@@ -17,6 +19,7 @@ from kvec_jax.models.safetensors_file import read_folder
 from kvec_jax.models.tokenizer import Tokenizer
 from kvec_jax.models.transformer import Transformer
 from kvec_jax.models.weights import load_weights, resolve_dtype
+from kvec_jax.placement import check_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +44,7 @@ def load_model(
     revision: str | None = None,
     token: str | bool | None = None,
     max_context: int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> LoadedModel:
     """Loads a model and its tokenizer.
 
@@ -54,14 +58,16 @@ def load_model(
         token: For the hub; ``None`` takes the one stored by ``hf auth login``.
         max_context: Shortens the context. LongRoPE models (Phi-3) have one set of frequencies for their original
             context and one for the long; the context decides which is taken, for all positions.
+        mesh: Devices that share the model, see ``kvec_jax.shard``: each gets its piece of a parameter as that is read.
+            ``None`` means JAX's default device.
 
     Returns:
-        The model on JAX's default device, its tokenizer and its name.
+        The model, its tokenizer and its name.
 
     Raises:
         LoadError: When nothing is found, or a file is damaged or doesn't fit its configuration.
         UnsupportedError: When the model asks for something that isn't done here.
-        ValueError: For another dtype, or a context out of range.
+        ValueError: For another dtype, a context out of range, or a mesh that can't share the model.
     """
     dtype = resolve_dtype(dtype)
     if not isinstance(name_or_path, str | os.PathLike):
@@ -71,13 +77,14 @@ def load_model(
     if (path / SETTINGS).is_file():
         if max_context is not None:
             raise ValueError("max_context: a checkpoint keeps the context with which its model was loaded")
-        model, tokenizer = load_checkpoint(path, dtype=dtype)
+        model, tokenizer = load_checkpoint(path, dtype=dtype, mesh=mesh)
         return LoadedModel(model, tokenizer, name)
     if path.is_dir():
         config, tensors, rules, tokenizer = _open_folder(path, max_context)
     else:
         config, tensors, rules, tokenizer = _open_gguf(path, max_context)
-    return LoadedModel(load_weights(config, tensors, rules, dtype, str(path)), tokenizer, name)
+    mesh = None if mesh is None else check_mesh(mesh, config)
+    return LoadedModel(load_weights(config, tensors, rules, dtype, str(path), mesh), tokenizer, name)
 
 
 def load_config(name_or_path: str | os.PathLike, **options) -> ModelConfig:

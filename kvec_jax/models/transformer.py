@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.sharding import Mesh
 
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.models.rope import Rope, angles, rotate
@@ -72,16 +73,27 @@ class Block(nnx.Module):
     def finish(self, hidden: Array, attended: Array) -> Array:
         """The rest of the layer: output projection of ``attended`` [B, N, T, D], residuals and MLP; [B, T, M]."""
         config = self.config
-        out = _merge_heads(attended) @ self.o_proj[...]
+        out = self._multiply(_merge_heads(attended), self.o_proj[...])
         if config.post_norms:
             out = rms_norm(out, self.post_attention_norm[...], config.rms_norm_eps)
         hidden = hidden + out
         x = rms_norm(hidden, self.mlp_norm[...], config.rms_norm_eps)
         gate = _ACTIVATIONS[config.hidden_act](x @ self.gate_proj[...])
-        out = (gate * (x @ self.up_proj[...])) @ self.down_proj[...]
+        out = self._multiply(gate * (x @ self.up_proj[...]), self.down_proj[...])
         if config.post_norms:
             out = rms_norm(out, self.post_mlp_norm[...], config.rms_norm_eps)
         return hidden + out
+
+    def _multiply(self, x: Array, matrix: Array) -> Array:
+        """``x`` times a ``matrix``, of both of which each device has some columns."""
+        part = self.config.part
+        return part.gather(part.gather(x, -1) @ matrix, -1)
+
+    @property
+    def output_projection(self) -> Array:
+        """W_O of each head, [..., N, D, M]."""
+        matrix = self.config.part.rows_of(self.o_proj[...])
+        return matrix.reshape(*matrix.shape[:-2], self.config.num_attention_heads, self.config.head_dim, -1)
 
 
 class Transformer(nnx.Module):
@@ -91,6 +103,7 @@ class Transformer(nnx.Module):
         config: Shape and features.
         rngs: Where random weights come from (``nnx.eval_shape`` gives the shapes alone).
         dtype: Of the matrices and the activations; norms are kept in float32.
+        mesh: Devices that share the parameters, see ``kvec_jax.shard``; ``None`` for a model that lies on one.
 
     Example:
         >>> from kvec_jax.testing import tiny_config
@@ -99,9 +112,11 @@ class Transformer(nnx.Module):
         (1, 3, 64)
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32):
+    def __init__(
+        self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32, mesh: Mesh | None = None
+    ):
         V, M = config.vocab_size, config.hidden_size
-        self.config = config
+        self.config, self.mesh = config, mesh
         self.embedding = nnx.Param((0.02 * jax.random.normal(rngs.params(), (V, M), jnp.float32)).astype(dtype))
         self.layers = Block(config, rngs=rngs, dtype=dtype)
         self.final_norm = nnx.Param(jnp.ones((M,), jnp.float32))
@@ -115,7 +130,7 @@ class Transformer(nnx.Module):
 
     def embed(self, tokens: Array) -> Array:
         """Hidden states [B, T, M] that enter the first layer, from ``tokens`` int32 [B, T]."""
-        hidden = self.embedding[...][tokens]
+        hidden = self.config.part.look_up(self.embedding[...], tokens)
         # Gemma rounds the factor to the embeddings' dtype before it multiplies.
         return hidden * jnp.asarray(self.config.embedding_scale, hidden.dtype)
 
@@ -123,7 +138,8 @@ class Transformer(nnx.Module):
         """Logits float32 [..., V] of the last layer's ``hidden`` [..., M]."""
         x = rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps)
         matrix = self.embedding if self.config.tie_word_embeddings else self.lm_head
-        return jnp.einsum("...M,VM->...V", x, matrix[...], preferred_element_type=jnp.float32)
+        logits = jnp.einsum("...M,VM->...V", x, matrix[...], preferred_element_type=jnp.float32)
+        return self.config.part.gather(logits, -1)
 
 
 def layer_inputs(model: Transformer):

@@ -17,6 +17,7 @@ from flax import nnx
 from kvec_jax.errors import LoadError
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.models.transformer import Transformer
+from kvec_jax.placement import place_parameter
 
 _BLOCK_ELEMENTS = 1 << 22
 _SHOWN_PROBLEMS = 20
@@ -74,7 +75,14 @@ class _Write:
     part: Part
 
 
-def load_weights(config: ModelConfig, tensors: Mapping[str, StoredTensor], rules: Rules, dtype, where: str):
+def load_weights(
+    config: ModelConfig,
+    tensors: Mapping[str, StoredTensor],
+    rules: Rules,
+    dtype,
+    where: str,
+    mesh: jax.sharding.Mesh | None = None,
+):
     """Reads ``tensors`` into a ``Transformer``.
 
     Args:
@@ -83,14 +91,15 @@ def load_weights(config: ModelConfig, tensors: Mapping[str, StoredTensor], rules
         rules: Which tensor is which parameter.
         dtype: ``jnp.float32`` or ``jnp.bfloat16``, of the matrices; norms are float32.
         where: The file or folder, for messages.
+        mesh: Devices that share the model.
 
     Returns:
-        The ``Transformer``, on JAX's default device.
+        The ``Transformer``, on JAX's default device, or each parameter in pieces on those of the mesh.
 
     Raises:
         LoadError: With every missing, unexpected and misshapen tensor, or naming a file that can't be read.
     """
-    abstract = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), dtype=dtype))
+    abstract = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), dtype=dtype, mesh=mesh))
     graph, state = nnx.split(abstract)
     flat = list(nnx.to_flat_state(state))
     expected = {".".join(map(str, path)): leaf.get_value() for path, leaf in flat}
@@ -98,7 +107,8 @@ def load_weights(config: ModelConfig, tensors: Mapping[str, StoredTensor], rules
     filled = []
     for path, leaf in flat:
         name = ".".join(map(str, path))
-        filled.append((path, leaf.replace(_fill(expected[name], writes.pop(name), _is_matrix(name)))))
+        values = _fill(expected[name], writes.pop(name), _is_matrix(name))
+        filled.append((path, leaf.replace(place_parameter(mesh, name, values))))
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
@@ -186,12 +196,12 @@ def _missing(config, rules: Rules, writes) -> Iterable[str]:
                 yield f"missing tensor {name}" if count == 0 else f"tensor {name} is there {count} times"
 
 
-def _fill(expected, writes: Iterable[_Write], transposed: bool) -> jax.Array:
-    """Reads one whole parameter and hands it to JAX."""
+def _fill(expected, writes: Iterable[_Write], transposed: bool) -> np.ndarray:
+    """Reads one whole parameter."""
     target = _aligned_empty(expected.shape, expected.dtype)
     for write in writes:
         _write(target if write.layer is None else target[write.layer], write, transposed)
-    return jax.device_put(target)
+    return target
 
 
 def _write(target: np.ndarray, write: _Write, transposed: bool) -> None:

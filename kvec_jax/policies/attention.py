@@ -27,7 +27,7 @@ class LastAttention(Stateless):
             return jnp.sum(jnp.sum(weights, axis=0), axis=0)
 
         heads = seen.window_scores(1, total) / seen.group
-        return seen.per_head(jnp.mean(heads, axis=1)), carry
+        return seen.per_head(seen.sum_over_heads(heads) / seen.config.all_key_value_heads), carry
 
 
 @dataclasses.dataclass(frozen=True)

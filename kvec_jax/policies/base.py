@@ -28,13 +28,16 @@ _FORCED_KEY = FIRST_KEY - (1 << 20)
 class Observation:
     """What one layer shows of a prompt to the scorer; what a scorer does not read is never computed.
 
+    Where devices share the layer's heads, N and K are those of one of them; what concerns all heads of the layer goes
+    through ``sum_over_heads``, ``all_heads`` and ``own_heads``.
+
     Attributes:
         queries: [B, N, T, D], after RoPE.
         raw_queries: [B, N, T, D], before RoPE.
         keys: [B, K, T, D], after RoPE.
         values: [B, K, T, D].
         lengths: int32 [B]; tokens at and after a row's length are padding.
-        output_projection: [N, D, M], W_O of each head.
+        output_matrix: [N * D, M], the layer's W_O; of a layer that devices share, some columns of it.
         prepared: What the scorer's ``prepare`` made of this layer's weights.
         layer: int32 scalar, traced: number of the layer among those that compress.
         logsumexp: float32 [B, N, T], log-sum-exp of the queries' logits, where the attention gives it.
@@ -48,13 +51,19 @@ class Observation:
     keys: Array
     values: Array
     lengths: Array
-    output_projection: Array
+    output_matrix: Array
     prepared: Any
     layer: Array
     logsumexp: Array | None = None
     num_layers: int = dataclasses.field(metadata={"static": True})
     config: ModelConfig = dataclasses.field(metadata={"static": True})
     implementations: Implementations = dataclasses.field(default=Implementations(), metadata={"static": True})
+
+    @property
+    def output_projection(self) -> Array:
+        """W_O of each head, [N, D, M]."""
+        _, N, _, D = self.queries.shape
+        return self.config.part.rows_of(self.output_matrix).reshape(N, D, -1)
 
     @property
     def scale(self) -> float:
@@ -103,6 +112,14 @@ class Observation:
         return self._scores(queries, positions, logsumexp, reduce, None)
 
     def _scores(self, queries, positions, logsumexp, reduce, rivals):
+        part = self.config.part
+        if rivals is not None and part.heads > 1:  # the largest of each query over all heads, before queries are summed
+
+            def both(weights, looks):
+                return reduce(weights, looks), rivals(weights)
+
+            found, each = self._scores(queries, positions, logsumexp, both, None)  # each [B, K, W, T]
+            return found, jnp.sum(part.max(jnp.max(each, axis=1)), axis=1)
         return window_scores(
             queries,
             positions,
@@ -115,10 +132,29 @@ class Observation:
             interpret=bool(self.implementations.interpret),
         )
 
-    def best(self, order: Array, k: Array, rank: Array | None = None) -> Array:
+    def best(self, order: Array, k: Array) -> Array:
         """Marks the ``k`` best, see ``kvec_jax.select.top_k_mask``."""
+        return self._best(order, k)
+
+    def best_over_heads(self, order: Array, k: Array, rank: Array | None = None) -> Array:
+        """Marks those of a device's entries, ``order`` [B, S], that are among the ``k`` [B] best of all devices'."""
+        return self._best(order, k, rank, part=self.config.part)
+
+    def _best(self, order, k, rank=None, **where):
         how = self.implementations
-        return top_k_mask(order, k, rank, implementation=how.select_top_k, interpret=bool(how.interpret))
+        return top_k_mask(order, k, rank, implementation=how.select_top_k, interpret=bool(how.interpret), **where)
+
+    def sum_over_heads(self, x: Array) -> Array:
+        """The sum [B, ...] of ``x`` [B, K, ...] over all key-value heads of the layer."""
+        return self.config.part.sum(jnp.sum(x, axis=1))
+
+    def all_heads(self, x: Array, axis: int = 1) -> Array:
+        """What the layer's heads have on all devices, from ``x``, in which ``axis`` counts heads of this one."""
+        return self.config.part.gather(x, axis)
+
+    def own_heads(self, x: Array, axis: int = 1) -> Array:
+        """What the heads of this device have, from ``x``, in which ``axis`` counts all heads of the layer."""
+        return self.config.part.own(x, axis)
 
     def per_head(self, scores: Array) -> Array:
         """Gives the same scores [B, T] to every key-value head: [B, K, T]."""
@@ -163,7 +199,7 @@ class Scorer(Protocol):
         """Entries of a head with this ``budget`` (int32) that the base scores place, always kept ones included."""
 
     def after(self, kept: Array, carry: Any) -> Any:
-        """What is carried on once it is known which entries ``kept`` bool [B, K, T] were chosen."""
+        """What is carried on once it is known which entries ``kept`` bool [B, K, T] of all heads were chosen."""
 
 
 @dataclasses.dataclass(frozen=True)

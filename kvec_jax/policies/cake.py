@@ -38,7 +38,7 @@ class ShiftingAttention(Stateless):
         indicator, entropy, spread = seen.window_scores(self.window, reduce)
         prefix = seen.lengths - self.window
         inside = jnp.arange(indicator.shape[-1]) < prefix[:, None, None]
-        entropy, spread = (jnp.sum(jnp.where(inside, x, 0), axis=(1, 2)) for x in (entropy, spread))
+        entropy, spread = (seen.sum_over_heads(jnp.sum(jnp.where(inside, x, 0), axis=2)) for x in (entropy, spread))
         preference = jnp.maximum(entropy, 0) ** (1 / self.tau1) * jnp.maximum(spread, 0) ** (1 / self.tau2)
         return Scores(pool_scores(indicator, prefix, self.kernel, "avg"), preference=preference), carry
 

@@ -35,7 +35,7 @@ class RetrievalHeads(Stateless):
 
     def init(self, config: ModelConfig, batch: int, length: int) -> None:
         """Nothing is carried; checks that the heads are the model's."""
-        layers, N = config.num_hidden_layers - len(config.local_layers), config.num_attention_heads
+        layers, N = config.num_hidden_layers - len(config.local_layers), config.all_attention_heads
         if len(self.heads) != layers or any(not 0 <= head < N for layer in self.heads for head in layer):
             raise ValueError(
                 f"calibration: expected heads 0 to {N - 1} for each of {layers} layers, got {len(self.heads)} layers "
@@ -44,13 +44,13 @@ class RetrievalHeads(Stateless):
 
     def score(self, seen: Observation, carry: None) -> tuple[Array, None]:
         """Pooled mean attention of the layer's retrieval heads, float32 [B, K, T]."""
-        K, N = seen.config.num_key_value_heads, seen.config.num_attention_heads
-        weights = jnp.asarray(self._weights(N))[seen.layer].reshape(1, K, N // K, 1)
+        weights = jnp.asarray(self._weights(seen.config.all_attention_heads))[seen.layer]
+        weights = seen.own_heads(weights, axis=0).reshape(1, -1, seen.group, 1)
 
         def total(attention, looks):  # [G, W, S]
             return jnp.sum(attention, axis=1)
 
-        scores = jnp.sum(weights * seen.window_scores(self.window, total), axis=(1, 2))
+        scores = seen.sum_over_heads(jnp.sum(weights * seen.window_scores(self.window, total), axis=2))
         scores = scores / jnp.minimum(seen.lengths, self.window)[:, None]
         return pool_scores(seen.per_head(scores), seen.lengths - self.window, self.kernel, "avg"), carry
 

@@ -51,7 +51,8 @@ class Chance(Stateless):
         def draw(head, position):
             return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, head), position))
 
-        scores = jax.vmap(lambda head: jax.vmap(lambda at: draw(head, at))(jnp.arange(T)))(jnp.arange(K))
+        heads = seen.own_heads(jnp.arange(seen.config.all_key_value_heads), axis=0)
+        scores = jax.vmap(lambda head: jax.vmap(lambda at: draw(head, at))(jnp.arange(T)))(heads)
         return jnp.broadcast_to(scores, (B, K, T)), carry
 
 

@@ -48,7 +48,7 @@ class Coverage(Stateless):
         own, extended, importance = self._attention(seen)
         prefix = seen.lengths - self.window
         inside = jnp.arange(own.shape[-1]) < prefix[:, None, None]
-        unfocused = self._unfocused(own, inside)
+        unfocused = self._unfocused(seen, own, inside)
         base = pool_scores(jnp.where(unfocused, extended, own), prefix, self.kernel, self.pooling)
         coverage = carry / (seen.layer + 1)  # below 1
         focus = importance * (1 - coverage)
@@ -83,13 +83,14 @@ class Coverage(Stateless):
         extended_rows = jnp.minimum(seen.lengths, self.extended_window)
         return own / rows[:, None, None], extended / extended_rows[:, None, None], importance / rows[:, None]
 
-    def _unfocused(self, scores: Array, inside: Array) -> Array:
+    def _unfocused(self, seen: Observation, scores: Array, inside: Array) -> Array:
         """Marks bool [B, K, 1] the heads whose scores vary least over the tokens (eq. 10)."""
         count = jnp.maximum(jnp.sum(inside, axis=-1), 1)
         mean = jnp.sum(jnp.where(inside, scores, 0), axis=-1) / count
         deviations = jnp.where(inside, scores - mean[..., None], 0)
         variance = jnp.sum(deviations * deviations, axis=-1) / count  # ranks as the standard deviation does
-        return top_k_mask(ordered_keys(-variance), self.unfocused_heads, implementation="xla")[..., None]
+        ranked = ordered_keys(-seen.all_heads(variance))
+        return seen.own_heads(top_k_mask(ranked, self.unfocused_heads, implementation="xla"))[..., None]
 
 
 def KVec(

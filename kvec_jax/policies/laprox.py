@@ -33,7 +33,7 @@ class OutputContribution(Stateless):
 
     def prepare(self, model) -> Array:
         """Gram matrices W_O W_O^T of every layer: [L, N, D, D], or across a group's heads [L, K, G, G, D, D]."""
-        return _grams(model.layers.o_proj[...], model.config, self.reading == "exact")
+        return _grams(model.layers.output_projection, model.config, self.reading == "exact")
 
     def score(self, seen: Observation, carry: None) -> tuple[Array, None]:
         """Share of the layer's sum that each entry contributes, float32 [B, K, T]."""
@@ -41,8 +41,8 @@ class OutputContribution(Stateless):
         scores = _READINGS[self.reading](self, seen, prefix)
         inside = jnp.arange(scores.shape[-1]) < prefix[:, None, None]
         if self.normalize:
-            total = jnp.sum(jnp.where(inside, scores, 0), axis=(1, 2), keepdims=True)
-            scores = scores / jnp.where(total == 0, 1.0, total)
+            total = seen.sum_over_heads(jnp.sum(jnp.where(inside, scores, 0), axis=2))
+            scores = scores / jnp.where(total == 0, 1.0, total)[:, None, None]
         return scores, carry
 
     def _attn_mean(self, seen: Observation, prefix: Array) -> Array:
@@ -95,17 +95,14 @@ def _through_grams(operation: Callable, seen: Observation) -> Array:
 
 
 def _grams(projection: Array, config, crossed: bool) -> Array:
-    L, N, D = config.num_hidden_layers, config.num_attention_heads, config.head_dim
-    K = config.num_key_value_heads
-
-    def gram(layer):
-        heads = layer.astype(jnp.float32).reshape(N, D, -1)
+    def gram(layer):  # [N, D, M]
+        heads = layer.astype(jnp.float32)
         if not crossed:
             return jnp.einsum("NDM,NEM->NDE", heads, heads, precision=lax.Precision.HIGHEST)
-        groups = heads.reshape(K, N // K, D, -1)
+        groups = heads.reshape(config.num_key_value_heads, config.groups, *heads.shape[1:])
         return jnp.einsum("KGDM,KHEM->KGHDE", groups, groups, precision=lax.Precision.HIGHEST)
 
-    return jax.jit(lambda x: lax.map(gram, x))(projection.reshape(L, N * D, -1))
+    return jax.jit(lambda x: lax.map(gram, x))(projection)
 
 
 def LaProx(
