@@ -1,9 +1,12 @@
 """``kvec spans`` and ``kvec train-zoom``: their options, and what they print."""
 
 import argparse
+import dataclasses
 import pathlib
+from typing import Any
 
 from kvec_jax.command_options import add_model_arguments, add_settings, list_of, read_text, settings_of
+from kvec_jax.policies.options import parse_setting
 
 
 def add_spans(commands) -> None:
@@ -41,8 +44,8 @@ def add_train_zoom(commands) -> None:
     parser.add_argument("--text", nargs="+", required=True, metavar="FILE", help="what to train on, in UTF-8")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of head, checkpoints and metrics")
     parser.add_argument("--share", type=float, metavar="S", help="of the cache's bytes on the device (default: 0.1)")
-    parser.add_argument("--wanted-weight", type=float, default=10.0, metavar="W", help="how much more a span that is "
-        "to be opened counts than another (default: %(default)s, the paper's)")  # fmt: skip
+    parser.add_argument("--weight", type=parse_setting, action="append", default=[], metavar="KEY=VALUE",
+        help="of a loss: zoom, wanted, recon, budget or gates; may be repeated (default: the paper's)")  # fmt: skip
     settings = {
         "steps": (int, "N", "of the optimiser (default: 300)"),
         "lengths": (
@@ -96,7 +99,6 @@ def _train(arguments: argparse.Namespace) -> None:
 
     import kvec_jax as kv
     from kvec_jax.progress import Bar
-    from kvec_jax.sekv.losses import Weights
     from kvec_jax.sekv.policy import SeKV
     from kvec_jax.sekv.training import HEAD_FILE, Training, train
     from kvec_jax.sekv.windows import Windows
@@ -107,7 +109,7 @@ def _train(arguments: argparse.Namespace) -> None:
         given["policy"] = SeKV(arguments.share)
     devices = jax.devices()
     given.setdefault("batch", len(devices))
-    training = Training(**given, weights=Weights(wanted=arguments.wanted_weight))
+    training = Training(**given, weights=_weights(arguments.weight))
     texts = [read_text(path) for path in arguments.text]
     console = Console(stderr=True, highlight=False)
     console.print(f"Loading {arguments.model}", markup=False)
@@ -130,6 +132,19 @@ def _train(arguments: argparse.Namespace) -> None:
         f"{about['share_of_model']:.2%} of the model",
         markup=False,
     )
+
+
+def _weights(given: list[tuple[str, Any]]):
+    """The weights of the losses, of which some were given."""
+    from kvec_jax.sekv.losses import Weights
+
+    names = [field.name for field in dataclasses.fields(Weights)]
+    for name, value in given:
+        if name not in names:
+            raise ValueError(f"--weight: expected one of {', '.join(names)}, got {name!r}")
+        if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"--weight: expected a number from 0 up for {name}, got {value!r}")
+    return Weights(**{name: float(value) for name, value in given})
 
 
 def _words(metrics: dict[str, float]) -> str:

@@ -106,3 +106,9 @@ def test_kvec_train_zoom_says_what_is_wrong(lm, text, capsys, tmp_path):
     assert status == 2 and "text: expected 4000 tokens in the last tenth, which is held out" in err
     status, _, err = run(capsys, "train-zoom", "--text", tmp_path / "none.txt", "--out", tmp_path / "zoom")
     assert status == 2 and "none.txt: no such file" in err
+    zoom = ("train-zoom", "--text", text, "--out", tmp_path / "zoom")
+    status, _, err = run(capsys, *zoom, "--weight", "wish=1")
+    assert status == 2 and "--weight: expected one of zoom, wanted, recon, budget, gates, got 'wish'" in err
+    status, _, err = run(capsys, *zoom, "--weight", "zoom=-1")
+    assert status == 2 and "--weight: expected a number from 0 up for zoom, got -1" in err
+    assert not (tmp_path / "zoom").exists()
