@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+from jax.experimental.mesh_utils import create_device_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 # Read by libtpu when it is loaded. Without the second, two processes can't compile at a time.
 _LIBTPU_ENVIRONMENT = {
@@ -92,8 +93,8 @@ def compile_for(chip: str, function: Callable, *arguments, donate_argnums: Seque
     Args:
         chip: ``"v5e"``, ``"v5p"``, ``"v6e"`` or ``"h100"``.
         function: Of arrays. It must not ask which devices there are: name the implementations of operations.
-        *arguments: Pytrees of arrays or ``jax.ShapeDtypeStruct``; only shapes and types are looked at, and whether
-            they lie in the host's memory (``pinned_host``).
+        *arguments: Pytrees of arrays or ``jax.ShapeDtypeStruct``; only shapes and types are looked at, whether they
+            lie in the host's memory (``pinned_host``), and how they are divided over a mesh that ``mesh_of`` gave.
         donate_argnums: Arguments whose memory the results may take.
 
     Returns:
@@ -119,6 +120,8 @@ def lower_for(chip: str, function: Callable, *arguments, donate_argnums: Sequenc
     sharding = SingleDeviceSharding(device)
 
     def abstract(x):
+        if isinstance(getattr(x, "sharding", None), NamedSharding):
+            return x
         on_host = getattr(getattr(x, "sharding", None), "memory_kind", None) == "pinned_host"
         where = sharding.with_memory_kind("pinned_host") if on_host else sharding
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
@@ -150,6 +153,23 @@ def device_of(chip: str) -> jax.Device:
             "compiling for an NVIDIA GPU needs JAX's CUDA plugin: pip install 'kvec-jax[cuda]', or without libraries: "
             f"pip install --no-deps jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__}"
         ) from error
+
+
+def mesh_of(chip: str, topology: str, shape: Sequence[int], axes: Sequence[str]) -> Mesh:
+    """A mesh of TPUs that aren't here, to be compiled for.
+
+    Args:
+        chip: As for ``compile_for``.
+        topology: How the chips are laid out, such as ``"4x4"``.
+        shape: Of the mesh.
+        axes: Its names.
+
+    Raises:
+        ValueError, ImportError: As ``compile_for``.
+    """
+    device_of(chip)  # sets what libtpu reads
+    described = topologies.get_topology_desc(platform=_chip(chip).platform, topology_name=f"{chip}:{topology}")
+    return Mesh(create_device_mesh(shape, described.devices, allow_split_physical_axes=True), tuple(axes))
 
 
 def _require_libtpu() -> None:
