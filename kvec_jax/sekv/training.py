@@ -120,11 +120,14 @@ def train(
         The head with the least validation KL, and how it was made.
 
     Raises:
-        ValueError: For a batch that the devices can't share, or a folder begun with other settings.
+        ValueError: For a batch that the devices can't share, windows in which there is nothing to choose, or a folder
+            begun with other settings.
     """
+    _check_slots(model, training)
+    mesh = _as_mesh(mesh, training.batch)
+    held_out = windows.held_out(training.validation, training.lengths[-1])
     out = pathlib.Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    mesh = _as_mesh(mesh, training.batch)
     config = HeadConfig.of(model.config, max_rank=training.policy.max_rank, typical_span=_typical_span(training.policy))
     blank = ZoomHead(config, rngs=nnx.Rngs(training.seed))
     told = dict(model_config=dataclasses.asdict(model.config), text=windows.describe(), **_plain(training))
@@ -133,7 +136,6 @@ def train(
     values = values_of(blank)
     state = {"values": values, "optimizer": optimizer.init(values)}
     state = jax.device_put(state, None if mesh is None else NamedSharding(mesh, PartitionSpec()))
-    held_out = windows.held_out(training.validation, training.lengths[-1])
     with _Checkpoints(out / "checkpoints") as checkpoints:
         first, state = checkpoints.restore(state)
         for name, head in ("untrained", None), ("validation 0", blank):
@@ -200,6 +202,17 @@ def _validate(model, head, held_out: np.ndarray, training: Training) -> float:
 def _measure(model, head, tokens: Array, training: Training) -> Array:
     lesson = make_lesson(model, tokens, training.queries, training.policy)
     return divergence(lesson.teacher, answer(model, head, lesson)[0])
+
+
+def _check_slots(model: Transformer, training: Training) -> None:
+    """Raises if a memory has no place for a single expanded span: whatever the head says, nothing would change."""
+    for length in training.lengths:
+        T = length - training.queries
+        limits = training.policy.limits(model.config, np.array([T], np.int32), T, model.dtype.itemsize)
+        if limits.max_slots == 0:
+            share = training.policy.device_share
+            raise ValueError(f"lengths: expected windows long enough that a span can be expanded; a share of {share} "
+                             f"of {length} - {training.queries} tokens has room for none")  # fmt: skip
 
 
 def _typical_span(policy: SeKV) -> int:
