@@ -107,8 +107,8 @@ def load_weights(
     filled = []
     for path, leaf in flat:
         name = ".".join(map(str, path))
-        values = _fill(expected[name], writes.pop(name), _is_matrix(name))
-        filled.append((path, leaf.replace(place_parameter(mesh, name, values))))
+        placed = place_parameter(mesh, name, _fill(expected[name], writes.pop(name), _is_matrix(name)))
+        filled.append((path, leaf.replace(placed)))
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
