@@ -54,6 +54,7 @@ def main() -> None:
     console.print(f"{options.tokens:,} tokens, budget {options.budget}, full cache {cache / 1e6:,.0f} MB")
     lengths = jnp.array([options.tokens])
     with TieredDecoder(model, policy, lengths, options.tokens, options.new) as decoder:
+        decoder.compile()
         loaded = _memory("VmRSS")
         _forget_peak()
         began = time.perf_counter()

@@ -11,10 +11,13 @@ from kvec_jax.evals import metrics
 from kvec_jax.evals.example import Prompt
 from kvec_jax.evals.programs import Programs
 from kvec_jax.evals.settings import Settings
+from kvec_jax.evals.tiered import run_tiered
 from kvec_jax.evals.trials import FULL, Trial
 from kvec_jax.policies import FullCache, Policy
 from kvec_jax.running import cut_at_end, round_up
 from kvec_jax.session import LanguageModel, bucket
+from kvec_jax.tiers.policy import Tiered
+from kvec_jax.tiers.reading import read_alike
 
 _STEP = 16  # questions and right answers are padded to multiples of this
 _BINS = 64  # in which kept positions are counted
@@ -49,6 +52,13 @@ def run_batch(
     reference = None
     for group in _groups(trials, lm, tokens.shape, settings):
         policies = tuple(policy for _, policy in group)
+        if isinstance(policies[0], Tiered):
+            asked = (tokens, lengths), (question, question_lengths), (gold, gold_lengths)
+            runs = run_tiered(lm.model, policies, *asked, new, reserve)
+            for (trial, _), (over, costs, answers, facts) in zip(group, runs, strict=True):
+                measured, _ = programs.measure(over, gold, gold_lengths, reference)
+                yield trial.label, _results(lm, batch, measured, costs, answers, facts)
+            continue
         (logits, caches), seconds = programs.read(policies, tokens, lengths, reserve)
         for (trial, _), cache in zip(group, caches, strict=True):
             costs, before = _costs(cache, lengths), logits
@@ -72,14 +82,20 @@ def _groups(trials: Sequence[Trial], lm: LanguageModel, shape, settings: Setting
     wanted = [(full, FullCache())] + [(trial, trial.policy) for trial in trials if trial is not full]
     group, used = [], 0
     for trial, policy in wanted:
-        alone = settings.separate or not isinstance(policy, Policy)
         size = _cache_bytes(lm, policy, B, T) if isinstance(policy, Policy) else 0
-        if group and (alone or used + size > settings.memory or not isinstance(group[-1][1], Policy)):
+        alone = settings.separate or used + size > settings.memory
+        if group and (alone or not _read_together(group[-1][1], policy)):
             yield group
             group, used = [], 0
         group.append((trial, policy))
         used += size
     yield group
+
+
+def _read_together(one, other) -> bool:
+    if isinstance(one, Tiered) and isinstance(other, Tiered):
+        return read_alike(one, other)
+    return isinstance(one, Policy) and isinstance(other, Policy)
 
 
 def _cache_bytes(lm: LanguageModel, policy: Policy, B: int, T: int) -> int:

@@ -47,6 +47,10 @@ class Programs:
         """
         return self._run(_follow, (cache, logits, tokens, lengths, reference))
 
+    def measure(self, logits: Array, tokens: Array, lengths: Array, reference: Array) -> tuple[dict[str, Array], float]:
+        """What ``follow`` measures, of ``logits`` [B, C, V] before each of the tokens; and seconds."""
+        return self._run(_measure, (logits, tokens, lengths, reference))
+
     def answer(self, cache: CompressedKV, logits: Array, new: int) -> tuple[Array, float]:
         """The ``new`` most likely tokens int32 [B, new], ended as the model ends, and seconds."""
         return self._run(_answer, (cache, logits), new=new)
@@ -82,6 +86,15 @@ def _follow(model, cache, logits, tokens, lengths, reference):
     logits = jnp.concatenate([logits[:, None], later[:, :-1]], axis=1)
     log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     reference = log_probabilities if reference is None else reference
+    return log_probabilities, _compare(log_probabilities, tokens, lengths, reference)
+
+
+@jax.jit
+def _measure(model, logits, tokens, lengths, reference):
+    return _compare(jax.nn.log_softmax(logits, axis=-1), tokens, lengths, reference)
+
+
+def _compare(log_probabilities, tokens, lengths, reference):
     real = jnp.arange(tokens.shape[1]) < lengths[:, None]
 
     def mean(values):
@@ -90,7 +103,7 @@ def _follow(model, cache, logits, tokens, lengths, reference):
     gold = jnp.take_along_axis(log_probabilities, tokens[..., None], axis=-1)[..., 0]
     divergence = jnp.sum(jnp.exp(reference) * (reference - log_probabilities), axis=-1)
     agree = jnp.argmax(log_probabilities, axis=-1) == jnp.argmax(reference, axis=-1)
-    return log_probabilities, {"nll": mean(-gold), "kl": mean(divergence), "agreement": mean(agree)}
+    return {"nll": mean(-gold), "kl": mean(divergence), "agreement": mean(agree)}
 
 
 @functools.partial(jax.jit, static_argnames="new")

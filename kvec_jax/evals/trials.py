@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from kvec_jax.forms import Form
 from kvec_jax.policies import Policy
 from kvec_jax.policies.options import make_policy, parse_setting
+from kvec_jax.tiers.policy import Tiered
 
 FULL, BASELINE = "full", "snapkv"
 
@@ -22,7 +23,7 @@ class Trial:
 
     name: str
     budget: int | float | None
-    policy: Policy | Form
+    policy: Policy | Form | Tiered
 
     @property
     def label(self) -> str:
@@ -57,7 +58,7 @@ def make_trials(policies: Sequence[str], budgets: Sequence[int | float], model: 
         own = [None] if name == FULL else dict.fromkeys(budgets)
         for budget in own:
             policy = make_policy(name, budget, settings, model=model)
-            if not isinstance(policy, Policy | Form):
+            if not isinstance(policy, Policy | Form | Tiered):
                 raise ValueError(f"policy {name!r} can't be evaluated: no program reads and answers with its cache")
             trials.append(Trial(spec, budget, policy))
     return trials

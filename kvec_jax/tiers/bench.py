@@ -13,20 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvec_jax.sampling import Greedy
-from kvec_jax.tiers import programs
 from kvec_jax.tiers.decoder import TieredDecoder
 from kvec_jax.tiers.policy import Tiered
-from kvec_jax.tiers.prefill import PromptLayers
+from kvec_jax.tiers.reading import Reading
 from kvec_jax.tiers.recorder import Recorder
-from kvec_jax.tiers.resident import Parts
 from kvec_jax.tiers.timeline import picture
 
 VARIANTS = {
-    "overlap, lookahead": dict(),
-    # Nor does one micro-batch's fetch overlap another's computation.
-    "fetch first, lookahead": dict(overlap=False, micro_batches=1),
-    "overlap, lru": dict(eviction="lru"),
+    "overlap, lookahead": dict(micro_batches=1),
+    "fetch first, lookahead": dict(micro_batches=1, overlap=False),
+    "overlap, lru": dict(micro_batches=1, eviction="lru"),
 }
+# Of a batch: one micro-batch's fetch overlaps another's computation.
+TURNS = {"two micro-batches": dict(micro_batches=2)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,31 +55,12 @@ class Result:
     tokens: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    """A prompt that was read: everything that a decoder is filled with."""
-
-    lengths: jax.Array
-    rows: int
-    layers: list[Parts]
-    logits: jax.Array
-
-
-def read(model, tokens: jax.Array, lengths: jax.Array, policy: Tiered, new: int) -> Prompt:
-    """Reads prompts int32 [B, T]; the whole cache stays in memory, for as many runs as there will be."""
-    with TieredDecoder(model, policy, lengths, tokens.shape[1], new) as decoder:
-        reading = PromptLayers(model, tokens, lengths, decoder.layout)
-        layers = [jax.block_until_ready(parts) for parts in reading]
-        logits = programs.last_logits(model, reading.hidden, lengths)
-    return Prompt(lengths, tokens.shape[1], layers, logits)
-
-
-def compare(model, prompt: Prompt, policies: dict[str, Tiered], new: int, latency: float, runs: int) -> list[Result]:
-    """Each of ``policies`` writes ``new`` tokens ``runs`` times, in turn, after a round that warms up."""
+def compare(reading: Reading, policies: dict[str, Tiered], latency: float, runs: int) -> list[Result]:
+    """Each of ``policies`` writes ``runs`` times, in turn, after a round that warms up."""
     rates, seen = {name: [] for name in policies}, {}
     for repetition in range(runs + 1):
         for name, policy in policies.items():
-            rate, seen[name] = _write(model, prompt, policy, new, latency)
+            rate, seen[name] = _write(reading, policy, latency)
             if repetition:
                 rates[name].append(rate)
     return [
@@ -89,18 +69,17 @@ def compare(model, prompt: Prompt, policies: dict[str, Tiered], new: int, latenc
     ]
 
 
-def _write(model, prompt: Prompt, policy: Tiered, new: int, latency: float) -> tuple[float, dict]:
+def _write(reading: Reading, policy: Tiered, latency: float) -> tuple[float, dict]:
     """Tokens per second, and what else a ``Result`` tells of a run."""
-    recorder = Recorder()
-    with TieredDecoder(model, policy, prompt.lengths, prompt.rows, new, recorder) as decoder:
-        decoder.fill(prompt.layers)
+    recorder, new = Recorder(), reading.new
+    with reading.decoder(policy, recorder) as decoder:
         _add_latency(decoder, latency)
-        state = decoder.begin(prompt.logits, Greedy(), jax.random.key(0), new, ())
+        state = decoder.begin(reading.logits, Greedy(), jax.random.key(0), new, ())
         began = time.perf_counter()
         state = decoder.advance(state, Greedy(), jax.random.key(0), new, ())
         elapsed = time.perf_counter() - began
     steps = recorder.steps
-    return steps * len(prompt.lengths) / elapsed, dict(
+    return steps * len(reading.lengths) / elapsed, dict(
         hit_rate=1 - recorder.missed / max(recorder.chosen, 1),
         fetched_bytes=recorder.missed * decoder.store.shape.block_bytes / steps,
         disk_bytes=decoder.store.counts.disk_bytes_read / steps,
@@ -109,13 +88,12 @@ def _write(model, prompt: Prompt, policy: Tiered, new: int, latency: float) -> t
     )
 
 
-def draw(model, prompt: Prompt, policy: Tiered, new: int, latency: float, layers: Sequence[int]) -> str:
+def draw(reading: Reading, policy: Tiered, latency: float, layers: Sequence[int]) -> str:
     """The timeline of the last step of a run."""
-    recorder = Recorder(events=[])
-    with TieredDecoder(model, policy, prompt.lengths, prompt.rows, new, recorder) as decoder:
-        decoder.fill(prompt.layers)
+    recorder, new = Recorder(events=[]), reading.new
+    with reading.decoder(policy, recorder) as decoder:
         _add_latency(decoder, latency)
-        state = decoder.begin(prompt.logits, Greedy(), jax.random.key(0), new, ())
+        state = decoder.begin(reading.logits, Greedy(), jax.random.key(0), new, ())
         decoder.advance(state, Greedy(), jax.random.key(0), new, ())
         recorder.settle()
     return picture(recorder.events, recorder.steps, layers)
@@ -176,16 +154,17 @@ def run(
         + (f"{cache * host_share / 1e6:,.0f} MB in memory, all on disk" if disk else "the rest in memory")
     )
     began = time.perf_counter()
-    prompt = read(lm.model, *_prompts(lm, tokens, batch), policy, new)
+    reading = Reading.of(lm.model, *_prompts(lm, tokens, batch), policy, new)
     console.print(f"read in {time.perf_counter() - began:.1f} s")
     results = []
-    policies = {name: dataclasses.replace(policy, **changes) for name, changes in VARIANTS.items()}
+    variants = VARIANTS | TURNS if batch > 1 else VARIANTS
+    policies = {name: dataclasses.replace(policy, **changes) for name, changes in variants.items()}
     for latency in latencies:
-        results += compare(lm.model, prompt, policies, new, latency, runs)
+        results += compare(reading, policies, latency, runs)
     console.print(table(results))
     for latency in dict.fromkeys((latencies[0], latencies[-1])):
         console.print(f"\nThe first layers of a step, {latency * 1e3:g} ms added to every fetch:")
-        console.print(draw(lm.model, prompt, policy, new, latency, range(4)), markup=False)
+        console.print(draw(reading, policy, latency, range(4)), markup=False)
     return results
 
 

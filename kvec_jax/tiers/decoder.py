@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from kvec_jax.models.transformer import Transformer
 from kvec_jax.running import round_up
 from kvec_jax.sampling import Sampler
 from kvec_jax.tiers import programs
+from kvec_jax.tiers.allocator import give_back
 from kvec_jax.tiers.layout import make_layout, store_shape
 from kvec_jax.tiers.pipeline import MicroBatch, Workers
 from kvec_jax.tiers.policy import Tiered
@@ -65,11 +66,11 @@ class TieredDecoder:
         config, B = model.config, lengths.shape[0]
         self._model, self._policy, self._lengths = model, policy, lengths
         self.recorder = recorder or Recorder()
-        layout = make_layout(config, policy, B, prompt_rows, max_new_tokens)
         bits = bits_dtype(model.dtype)
-        self.windows = make_windows(config, policy, layout, B, bits.itemsize)
+        self.layout = make_layout(config, policy, B, prompt_rows, max_new_tokens, bits)
+        self.windows = make_windows(config, policy, self.layout, B, bits.itemsize)
         self.store = BlockStore(
-            store_shape(config, layout, B, bits),
+            store_shape(config, self.layout, B, bits),
             host_bytes=policy.host_bytes,
             folder=policy.disk,
             disk_bytes=policy.disk_bytes,
@@ -77,8 +78,7 @@ class TieredDecoder:
             threads=policy.threads,
             timeout=policy.timeout,
         )
-        self.layout = dataclasses.replace(layout, per_extent=self.store.per_extent)
-        parts = policy.micro_batches or (2 if B >= 4 else 1)
+        parts = policy.micro_batches or _micro_batches(model, B)
         self._workers = Workers(self.store, parts, policy.timeout, self.recorder)
         self.micro_batches = [
             self._micro_batch(rows, part) for part, rows in enumerate(np.array_split(np.arange(B), min(parts, B)))
@@ -114,6 +114,17 @@ class TieredDecoder:
             ]
         )
 
+    def compile(self) -> None:
+        """Compiles the programs of a step, by a rehearsal in which all rows are done.
+
+        Compilation needs memory too, which is given back before the tiers fill up.
+        """
+        rows = len(self._lengths)
+        runs = self._runs(np.zeros(rows, np.int32), np.ones(rows, bool), rehearsal=True)
+        jax.block_until_ready(_take_turns(runs))
+        self.recorder.forget()
+        give_back()
+
     def fill(self, layers: Iterable[Parts]) -> None:
         """Takes in the parts of all layers, in order."""
         own = self.layout.layers - len(self._model.config.local_layers)
@@ -129,6 +140,7 @@ class TieredDecoder:
             writer.finish()
         finally:
             writer.close()
+        give_back()
 
     def step(self, tokens: np.ndarray, done: np.ndarray) -> list[Array]:
         """Runs the newest tokens int32 [B] through the model, but for rows that are ``done`` bool [B].
@@ -138,20 +150,36 @@ class TieredDecoder:
         """
         if self._since_flush == self._room:
             for micro_batch in self.micro_batches:
-                micro_batch.flush(self.store)
+                micro_batch.flush(self._workers)
             self._since_flush = 0
         self._since_flush += 1
         self.recorder.steps += 1
         began = time.perf_counter()
-        runs = []
-        for micro_batch in self.micro_batches:
-            mine = slice(micro_batch.row, micro_batch.row + micro_batch.layout.rows)
-            hidden = programs.embed(self._model, jnp.asarray(tokens[mine, None]))
-            alive = jnp.asarray(~done[mine])
-            runs.append(micro_batch.run(hidden, alive, self.recorder.steps, self._workers))
-        hidden = [run[:, 0] for run in _take_turns(runs)]
+        hidden = _take_turns(self._runs(tokens, done))
         self.recorder.add("step", -1, 0, began)
         return hidden
+
+    def follow(self, tokens: np.ndarray, lengths: np.ndarray) -> list[Array]:
+        """Reads given tokens, int32 [B, n] of ``lengths`` int [B], one by one.
+
+        Returns:
+            Logits float32 [B, V] after each of the n; of a row that has ended, of no meaning.
+        """
+        logits = []
+        for column in range(tokens.shape[1]):
+            hidden = self.step(tokens[:, column], column >= lengths)
+            logits.append(jnp.concatenate([programs.unembed(self._model, h) for h in hidden]))
+        return logits
+
+    def _runs(self, tokens: np.ndarray, done: np.ndarray, rehearsal: bool = False) -> list[Iterator]:
+        """A step of each micro-batch, not begun."""
+        runs = []
+        for micro_batch in self.micro_batches:
+            mine = self._rows(micro_batch)
+            hidden = programs.embed(self._model, jnp.asarray(tokens[mine, None]))
+            alive = jnp.asarray(~done[mine])
+            runs.append(micro_batch.run(hidden, alive, self.recorder.steps, self._workers, rehearsal))
+        return runs
 
     def begin(self, logits: Array, sampler: Sampler, key: Array, capacity: int, ends: tuple[int, ...]) -> HostState:
         """The state after the first token, which is chosen from ``logits`` [B, V] of the prompts' last tokens."""
@@ -162,13 +190,14 @@ class TieredDecoder:
     def advance(self, state: HostState, sampler: Sampler, key: Array, until: int, ends: tuple[int, ...]) -> HostState:
         """Goes on until ``until`` tokens are generated, or every row has met an end token."""
         keys = key if key.ndim else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(state.done)))
+        keys = [keys[self._rows(micro_batch)] for micro_batch in self.micro_batches]
         tell = self._progress("writing tokens", until)
         while state.count < until and not state.done.all():
             newest = state.tokens[:, -1]
             hidden = self.step(newest, state.done)
             pieces = [
-                self._choose(micro_batch, h, sampler, keys, newest, state.done, ends)
-                for micro_batch, h in zip(self.micro_batches, hidden, strict=True)
+                self._choose(micro_batch, h, sampler, mine, newest, state.done, ends)
+                for micro_batch, h, mine in zip(self.micro_batches, hidden, keys, strict=True)
             ]
             chosen, done = (np.concatenate([np.asarray(x) for x in column]) for column in zip(*pieces))
             tokens = state.tokens.copy()
@@ -178,9 +207,13 @@ class TieredDecoder:
         return state
 
     def _choose(self, micro_batch: MicroBatch, hidden, sampler, keys, newest, done, ends):
-        mine = slice(micro_batch.row, micro_batch.row + micro_batch.layout.rows)
-        inputs = hidden, sampler, keys[mine], micro_batch.resident.next_position
+        mine = self._rows(micro_batch)
+        inputs = hidden, sampler, keys, micro_batch.resident.next_position
         return programs.next_tokens(self._model, *inputs, jnp.asarray(newest[mine]), jnp.asarray(done[mine]), ends)
+
+    @staticmethod
+    def _rows(micro_batch: MicroBatch) -> slice:
+        return slice(micro_batch.row, micro_batch.row + micro_batch.layout.rows)
 
     def _micro_batch(self, rows: np.ndarray, part: int) -> MicroBatch:
         layout = dataclasses.replace(self.layout, rows=len(rows))
@@ -223,6 +256,7 @@ def read_prompts(
         rows = round_up(max(int(jnp.max(cache.counts)), 1), 64)
     decoder = TieredDecoder(model, policy, lengths, rows, max_new_tokens, recorder)
     try:
+        decoder.compile()
         if cache is not None:
             decoder.fill(cut_layers(cache, model.config, rows, decoder.layout))
         else:
@@ -233,6 +267,12 @@ def read_prompts(
         decoder.close()
         raise
     return logits, decoder
+
+
+def _micro_batches(model: Transformer, rows: int) -> int:
+    """Two of four rows or more; on a CPU one, where the cores that compute also fetch, and each reads all weights."""
+    on_cpu = all(device.platform == "cpu" for device in model.embedding.get_value().devices())
+    return 2 if rows >= 4 and not on_cpu else 1
 
 
 def _take_turns(runs: list) -> list:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvec_jax.errors import StoreError
+from kvec_jax.tiers.threads import Threads
 
 PAGE = 4096
 # Smaller reads are slow whatever the method, so blocks are read by the extent.
@@ -61,7 +62,7 @@ class ExtentFile:
         os.unlink(path)
         self.direct = backend == "direct" and self._set_direct(True)
         self._threads = threads
-        self._pool = concurrent.futures.ThreadPoolExecutor(threads, "kvec-read")
+        self._pool = Threads(threads, "kvec-read")
 
     @property
     def nbytes(self) -> int:
@@ -99,19 +100,17 @@ class ExtentFile:
             for start in range(min(self._threads, len(numbers)))
         ]
         done, waiting = concurrent.futures.wait(tasks, self._timeout)
-        for task in waiting:
-            task.cancel()
+        self._stuck |= any(not task.cancel() for task in waiting)
         for task in done:
             task.result()
         if waiting:
-            self._stuck = True
             raise StoreError(f"disk: reading {len(numbers)} extents took more than {self._timeout} s")
 
     def close(self) -> None:
         """Gives the file's space back; if a read or write never returned, only the end of the process does."""
-        self._pool.shutdown(wait=not self._stuck, cancel_futures=True)
+        ended = self._pool.close(0 if self._stuck else self._timeout)
         self._map = None
-        if self._stuck or not self._lock.acquire(timeout=self._timeout):
+        if not ended or not self._lock.acquire(timeout=self._timeout):
             return
         try:
             if self._fd >= 0:

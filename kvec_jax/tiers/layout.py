@@ -57,10 +57,11 @@ class Layout:
         return 2, self.block_tokens, self.head_dim
 
 
-def make_layout(
-    config: ModelConfig, policy: Tiered, rows: int, prompt_rows: int, new_tokens: int, per_extent: int = 1
-) -> Layout:
-    """The sizes for prompts of which a head keeps up to ``prompt_rows`` tokens, and ``new_tokens`` generated ones."""
+def make_layout(config: ModelConfig, policy: Tiered, rows: int, prompt_rows: int, new_tokens: int, dtype) -> Layout:
+    """The sizes for prompts of which a head keeps up to ``prompt_rows`` tokens, and ``new_tokens`` generated ones.
+
+    ``dtype`` is what numbers are stored as.
+    """
     P = policy.block_tokens
     flushes = max(new_tokens - 1, 0) // policy.flush
     blocks = max(max(prompt_rows - policy.sinks - policy.recent, 0) // P + -(-flushes * policy.flush // P), 1)
@@ -68,7 +69,7 @@ def make_layout(
     # A flush leaves less than a block more than `recent`.
     ring = max(policy.recent + P - 1, window) + min(policy.flush, max(new_tokens - 1, 1))
     top = wanted_blocks(policy.budget, blocks, P)
-    return Layout(
+    layout = Layout(
         layers=config.num_hidden_layers,
         rows=rows,
         heads=config.num_key_value_heads,
@@ -83,8 +84,9 @@ def make_layout(
         budget=policy.budget,
         clustered=policy.index == "clusters",
         window=window,
-        per_extent=per_extent,
+        per_extent=1,
     )
+    return dataclasses.replace(layout, per_extent=store_shape(config, layout, rows, dtype).per_extent)
 
 
 def wanted_blocks(budget: float | int, blocks: int, block_tokens: int) -> int:

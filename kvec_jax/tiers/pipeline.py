@@ -6,6 +6,7 @@ computation as well. Transfers are issued from the host's main thread only; othe
 """
 
 import concurrent.futures
+import functools
 import time
 from collections.abc import Iterator
 
@@ -13,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvec_jax.errors import StoreError
 from kvec_jax.models.transformer import Transformer
 from kvec_jax.tiers import programs
 from kvec_jax.tiers.layout import Layout
@@ -22,16 +22,16 @@ from kvec_jax.tiers.recorder import Recorder
 from kvec_jax.tiers.resident import Parts, bits_dtype, empty_resident
 from kvec_jax.tiers.slots import empty_slots
 from kvec_jax.tiers.store import BlockStore
+from kvec_jax.tiers.threads import Threads, wait_for
 from kvec_jax.typing import Array
 
 
 class Workers:
-    """Threads that fetch, and one that follows hints."""
+    """Threads that fetch and store, and one that follows hints."""
 
     def __init__(self, store: BlockStore, parts: int, timeout: float, recorder: Recorder) -> None:
         self._store, self._timeout, self._recorder = store, timeout, recorder
-        self._fetching = concurrent.futures.ThreadPoolExecutor(parts, "kvec-fetch")
-        self._hinting = concurrent.futures.ThreadPoolExecutor(1, "kvec-hint")
+        self._fetching, self._hinting = Threads(parts, "kvec-fetch"), Threads(1, "kvec-hint")
         self._hint: concurrent.futures.Future | None = None
 
     def fetch(self, layer: int, ids: np.ndarray, out: np.ndarray, row: int, part: int) -> concurrent.futures.Future:
@@ -52,16 +52,22 @@ class Workers:
             StoreError: If it failed, or takes too long.
         """
         began = time.perf_counter()
-        try:
-            fetch.result(self._timeout)
-        except concurrent.futures.TimeoutError:
-            raise StoreError(f"fetching blocks of layer {layer} took more than {self._timeout} s") from None
+        wait_for(fetch, self._timeout, f"fetching blocks of layer {layer}")
         self._recorder.add("stall", layer, part, began)
+
+    def put(self, layer: int, blocks: np.ndarray, counts: np.ndarray, row: int, first: np.ndarray) -> None:
+        """Stores blocks of generated tokens, as ``BlockStore.put`` does, and waits for it.
+
+        Raises:
+            StoreError: If it fails, or takes too long.
+        """
+        put = functools.partial(self._store.put, layer, blocks, counts, row=row, first=first)
+        wait_for(self._fetching.submit(put), self._timeout, f"storing blocks of layer {layer}")
 
     def close(self) -> None:
         """Ends the threads; one that is stuck ends with the process."""
-        self._fetching.shutdown(wait=False, cancel_futures=True)
-        self._hinting.shutdown(wait=False, cancel_futures=True)
+        self._fetching.close()
+        self._hinting.close()
 
     def _fetch(self, layer: int, ids: np.ndarray, out: np.ndarray, row: int, part: int) -> None:
         began = time.perf_counter()
@@ -106,6 +112,8 @@ class MicroBatch:
         self.slots = empty_slots(layout, windows)
         bits = bits_dtype(model.dtype)
         self.pool = jnp.zeros((layout.rows, self._size, *layout.block_shape), bits)
+        # Blocks per head of a fetch, at most: few, since each is compiled.
+        self._sizes = sorted({-(-layout.top // 16), -(-layout.top // 4), layout.top})
         # Room for the largest fetch. A fetch writes into it only when the device has copied the one before.
         shape = layout.rows, layout.heads, layout.top, *layout.block_shape
         self._staging = np.empty(shape, bits).reshape(-1, *layout.block_shape)
@@ -123,10 +131,12 @@ class MicroBatch:
             self.resident, self.slots, self.pool, parts, jnp.int32(self.row), jnp.int32(layer), self.layout.rows
         )
 
-    def run(self, hidden: Array, alive: Array, step: int, workers: Workers) -> Iterator[Array | None]:
-        """One step through all layers, from ``hidden`` [B, 1, M].
+    def run(
+        self, hidden: Array, alive: Array, step: int, workers: Workers, rehearsal: bool = False
+    ) -> Iterator[Array | None]:
+        """One step through all layers, from ``hidden`` [B, 1, M]; as a ``rehearsal`` with fetches of all sizes.
 
-        Gives ``None`` where others can go on meanwhile, and at last the hidden states after the last layer.
+        Gives ``None`` where others can go on meanwhile, and at last the hidden states [B, M] after the last layer.
         """
         step_number = jnp.int32(step)
         for layer, at, is_local in self._layers:
@@ -143,14 +153,16 @@ class MicroBatch:
                 found.missing.copy_to_host_async()
                 chosen.copy_to_host_async()
                 self._recorder.watch("select", layer, self.part, began, found.missing)
-                partial = yield from self._attend(layer, at, is_local, queries, found, chosen, hints, scores, workers)
+                least = self._sizes[layer % len(self._sizes)] if rehearsal else 0
+                inputs = layer, at, is_local, queries, found, chosen, hints, scores
+                partial = yield from self._attend(*inputs, workers, least)
             began = time.perf_counter()
             hidden = programs.finish_layer(self._model, hidden, partial, at)
             self._recorder.watch("finish", layer, self.part, began, hidden)
-        self.resident = programs.advance(self.resident, alive)
+        self.resident, hidden = programs.end_step(self.resident, alive, hidden)
         yield hidden
 
-    def flush(self, store: BlockStore) -> None:
+    def flush(self, workers: Workers) -> None:
         """Turns the older generated tokens into blocks and stores them."""
         most = self.layout.ring // self.layout.block_tokens
         for layer, at, is_local in self._layers:
@@ -158,9 +170,9 @@ class MicroBatch:
             self.resident, blocks, counts = programs.cut_ring(self.resident, at, is_local, self.layout, most)
             counts = np.asarray(counts)
             if counts.any():
-                store.put(layer, np.asarray(blocks), counts, row=self.row, first=first)
+                workers.put(layer, np.asarray(blocks), counts, self.row, first)
 
-    def _attend(self, layer, at, is_local, queries, found, chosen, hints, scores, workers):
+    def _attend(self, layer, at, is_local, queries, found, chosen, hints, scores, workers, least):
         """Attention over everything that a layer chose; a generator that gives way while others can go on."""
         overlap = self._policy.overlap and not self._policy.deterministic
         partial = self._attend_held(layer, at, is_local, queries, found) if overlap else None
@@ -168,7 +180,7 @@ class MicroBatch:
         began = time.perf_counter()
         missing, picked = np.asarray(found.missing), np.asarray(chosen)
         self._recorder.add("wait for select", layer, self.part, began)
-        count = self._count(missing, picked)
+        count = max(self._count(missing, picked), least)
         if self._recorder.trace is not None:
             self._recorder.trace.append((layer, self.row, picked, np.asarray(scores)))
         fetch = self._start_fetch(layer, missing, count, workers) if count else None
@@ -186,10 +198,8 @@ class MicroBatch:
             partial = self._attend_held(layer, at, is_local, queries, found)
         if blocks is not None:
             began = time.perf_counter()
-            size = blocks.shape[2]
-            there = found.missing[..., :size] < self.layout.blocks
-            partial = programs.attend_fetched(partial, blocks, there, queries, self._scale)
-            self.pool = programs.write(self.pool, blocks, found.into[..., :size])
+            partial = programs.attend_fetched(partial, blocks, found.missing, queries, self._scale, self.layout)
+            self.pool = programs.write(self.pool, blocks, found.into)
             self._recorder.watch("miss", layer, self.part, began, partial.total)
         return partial
 
@@ -204,10 +214,10 @@ class MicroBatch:
         """Everything at once, in the order of the blocks, by programs that know nothing of window sizes."""
         began = time.perf_counter()
         if blocks is not None:
-            self.pool = programs.write(self.pool, blocks, found.into[..., : blocks.shape[2]])
+            self.pool = programs.write(self.pool, blocks, found.into)
         gathered = programs.gather(self.pool, found.places)
         partial = programs.attend_resident(self.resident, queries, at, is_local, self._scale, self.layout)
-        partial = programs.attend_fetched(partial, gathered, chosen < self.layout.blocks, queries, self._scale)
+        partial = programs.attend_fetched(partial, gathered, chosen, queries, self._scale, self.layout)
         self._recorder.watch("hit", layer, self.part, began, partial.total)
         return partial
 
@@ -221,8 +231,8 @@ class MicroBatch:
         return int(per_head.max())
 
     def _start_fetch(self, layer: int, missing: np.ndarray, count: int, workers: Workers):
-        """The smallest of a few sizes that holds ``count`` blocks per head, so that few programs are compiled."""
-        size = min(1 << (count - 1).bit_length(), self.layout.top)
+        """The smallest size that holds ``count`` blocks per head."""
+        size = next(size for size in self._sizes if size >= count)
         if self._placed is not None:
             self._placed.block_until_ready()
         B, K = self.layout.rows, self.layout.heads

@@ -52,7 +52,8 @@ class Tiered(Driven):
         deterministic: Attend once everything is there, in one order: results are the same to the bit for any tiers,
             sizes, eviction and number of threads.
         overlap: Attend to what is on the device while the rest is fetched; ``False`` is for comparison.
-        micro_batches: Parts of the batch that take turns; by default 2 from four rows up.
+        micro_batches: Parts of the batch that take turns, so that one's fetch overlaps another's computation; each
+            reads all weights. By default 2 from four rows up, but on a CPU 1, where that costs more than it hides.
         hints: Blocks per head, the next best after those chosen, that are brought from disk into memory in the
             background.
         threads: That read the disk.

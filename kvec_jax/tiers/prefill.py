@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvec_jax.cache import CompressedKV
-from kvec_jax.errors import StoreError
 from kvec_jax.models.transformer import Transformer
 from kvec_jax.policies.prepared import prepare
 from kvec_jax.prefill import run_prefill
@@ -17,6 +16,7 @@ from kvec_jax.tiers import programs
 from kvec_jax.tiers.layout import Layout
 from kvec_jax.tiers.resident import Parts
 from kvec_jax.tiers.store import BlockStore
+from kvec_jax.tiers.threads import Threads, wait_for
 from kvec_jax.typing import Array
 
 # Layers whose blocks are on the device at once: one being computed, one leaving.
@@ -67,7 +67,7 @@ class Writer:
     def __init__(self, store: BlockStore, layers: int, timeout: float, progress: Callable[[int], None]) -> None:
         self._store, self._timeout, self._progress = store, timeout, progress
         self._room = store.frames // max(layers, 1)
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "kvec-write")
+        self._thread = Threads(1, "kvec-write")
         self._pending: list[concurrent.futures.Future] = []
         self._done = 0
 
@@ -90,13 +90,10 @@ class Writer:
 
     def close(self) -> None:
         """Ends the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
 
     def _wait(self) -> None:
-        try:
-            self._pending.pop(0).result(self._timeout)
-        except concurrent.futures.TimeoutError:
-            raise StoreError(f"storing a layer took more than {self._timeout} s") from None
+        wait_for(self._pending.pop(0), self._timeout, "storing a layer")
         self._done += 1
         self._progress(self._done)
 

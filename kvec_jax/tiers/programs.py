@@ -142,14 +142,21 @@ def attend_held(partial: Partial, pool: Array, queries: Array, found: Found, sca
     return _attend(partial, tables.read_blocks(pool, found.places), found.hit, queries, scale)
 
 
-@functools.partial(jax.jit, static_argnames="scale")
-def attend_fetched(partial: Partial, blocks: Array, there: Array, queries: Array, scale: float) -> Partial:
-    """``partial`` and attention over ``blocks`` [B, K, M, 2, P, D] where they are ``there`` [B, K, M]."""
-    return _attend(partial, blocks, there, queries, scale)
+@functools.partial(jax.jit, static_argnames=("scale", "layout"))
+def attend_fetched(
+    partial: Partial, blocks: Array, ids: Array, queries: Array, scale: float, layout: Layout
+) -> Partial:
+    """``partial`` and attention over ``blocks`` [B, K, M, 2, P, D], the first M of ``ids``; N stands for none."""
+    return _attend(partial, blocks, ids[..., : blocks.shape[2]] < layout.blocks, queries, scale)
+
+
+@functools.partial(jax.jit, donate_argnames="pool")
+def write(pool: Array, blocks: Array, into: Array) -> Array:
+    """The pool with ``blocks`` [B, K, M, 2, P, D] at the first M places of ``into``."""
+    return tables.write_blocks(pool, blocks, into[..., : blocks.shape[2]])
 
 
 gather = jax.jit(tables.read_blocks)
-write = jax.jit(tables.write_blocks, donate_argnums=0)
 
 
 @jax.jit
@@ -161,9 +168,10 @@ def finish_layer(model: Transformer, hidden: Array, partial: Partial, layer: Arr
 
 
 @functools.partial(jax.jit, donate_argnames="resident")
-def advance(resident: Resident, alive: Array) -> Resident:
-    """After a step of the rows that are ``alive`` bool [B]."""
-    return dataclasses.replace(resident, next_position=resident.next_position + alive.astype(jnp.int32))
+def end_step(resident: Resident, alive: Array, hidden: Array) -> tuple[Resident, Array]:
+    """After a step of the rows that are ``alive`` bool [B]; and their ``hidden`` states [B, 1, M] as [B, M]."""
+    position = resident.next_position + alive.astype(jnp.int32)
+    return dataclasses.replace(resident, next_position=position), hidden[:, 0]
 
 
 @functools.partial(jax.jit, donate_argnames="resident", static_argnames=("layout", "most"))
@@ -176,6 +184,12 @@ def cut_ring(resident: Resident, layer: Array, is_local: Array, layout: Layout, 
 def last_logits(model: Transformer, hidden: Array, lengths: Array) -> Array:
     """Logits float32 [B, V] of the last token of prompts with ``hidden`` states [B, T, M]."""
     return model.unembed(jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0])
+
+
+@jax.jit
+def unembed(model: Transformer, hidden: Array) -> Array:
+    """Logits float32 [B, V] after ``hidden`` [B, M]."""
+    return model.unembed(hidden)
 
 
 @functools.partial(jax.jit, static_argnames="ends")

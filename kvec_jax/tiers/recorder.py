@@ -83,9 +83,34 @@ class Recorder:
         while self._waiting.unfinished_tasks and self._watcher.is_alive():
             time.sleep(0.001)
 
+    def forget(self) -> None:
+        """Forgets what was recorded so far."""
+        self.settle()
+        self.seconds.clear()
+        self.chosen = self.missed = self.fetches = self.steps = 0
+        for records in (self.events, self.trace, self.worth):
+            if records is not None:
+                records.clear()
+
     def _watch(self) -> None:
         while True:
             stage, step, layer, part, dispatched, result = self._waiting.get()
             result.block_until_ready()
             self.add(stage, layer, part, dispatched, step)
             self._waiting.task_done()
+
+
+_compilations: list[float] = []
+
+
+def _listen(event: str, duration: float, **_) -> None:
+    if event.endswith("backend_compile_duration"):
+        _compilations.append(duration)
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+def compiled_seconds() -> float:
+    """Seconds that XLA has spent compiling in this process."""
+    return sum(_compilations)

@@ -53,6 +53,11 @@ class StoreShape:
         return int(np.prod(self.block)) * np.dtype(self.dtype).itemsize
 
     @property
+    def per_extent(self) -> int:
+        """Blocks that lie together on disk."""
+        return -(-LEAST_EXTENT // self.block_bytes)
+
+    @property
     def most(self) -> int:
         """Most blocks that are stored."""
         return self.stored_layers * self.rows * self.heads * self.blocks
@@ -81,6 +86,7 @@ class StoreCounts:
         disk_bytes_read: Whole extents.
         disk_bytes_written: Whole extents.
         hinted_blocks: Brought into memory before anyone asked.
+        failed_hints: Hints that could not be followed.
     """
 
     memory_blocks: int = 0
@@ -88,6 +94,7 @@ class StoreCounts:
     disk_bytes_read: int = 0
     disk_bytes_written: int = 0
     hinted_blocks: int = 0
+    failed_hints: int = 0
 
 
 class BlockStore:
@@ -128,7 +135,7 @@ class BlockStore:
                 f"host_bytes: the cache takes {shape.most * shape.block_bytes:,} bytes and there is no disk, "
                 f"got {host_bytes:,}"
             )
-        self.per_extent = -(-LEAST_EXTENT // shape.block_bytes)
+        self.per_extent = shape.per_extent
         extent_bytes = -(-self.per_extent * shape.block_bytes // PAGE) * PAGE
         self._disk = None
         if backend != "ram":
@@ -240,15 +247,26 @@ class BlockStore:
                 self.counts.disk_blocks += len(missing)
 
     def hint(self, layer: int, ids: np.ndarray, row: int = 0) -> None:
-        """Brings blocks, int [b, K, M] as in ``fetch``, from disk into memory; no later fetch gives anything else."""
+        """Brings blocks, int [b, K, M] as in ``fetch``, from disk into memory; no later fetch gives anything else.
+
+        If the disk fails, that is counted and no more: a fetch that needs the blocks reads again and says what is
+        wrong.
+        """
         if self._disk is None:
             return
         names = self.shape.names(layer, row, ids)[ids < self.shape.blocks]
         with self._lock:
             names = names[self._frame_of[names] < 0]
-            self.counts.hinted_blocks += len(names)
-        if len(names):
+        if not len(names):
+            return
+        try:
             self._read(names)
+        except StoreError:
+            with self._lock:
+                self.counts.failed_hints += 1
+        else:
+            with self._lock:
+                self.counts.hinted_blocks += len(names)
 
     def close(self) -> None:
         """Gives memory and disk back."""

@@ -4,7 +4,6 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -12,6 +11,7 @@ from kvec_jax.running import Listener, Output, Run, Stats, round_up
 from kvec_jax.sampling import Sampler
 from kvec_jax.tiers.decoder import TieredDecoder, read_prompts
 from kvec_jax.tiers.policy import Tiered
+from kvec_jax.tiers.recorder import compiled_seconds
 from kvec_jax.typing import Array
 
 
@@ -32,6 +32,7 @@ class TieredStats(Stats):
         stage_seconds: Sums over the run: ``"step"``: all of a step but the choice of a token; ``"wait for select"``:
             the host waits to know what is missing; ``"fetch"``: threads fetch; ``"stall"``: the host waits for them.
         stalls: How often a layer had something to fetch.
+        failed_hints: Hints that could not be followed; they change no result.
     """
 
     hit_rate: float
@@ -41,6 +42,7 @@ class TieredStats(Stats):
     disk_bytes_per_step: float
     stage_seconds: dict[str, float]
     stalls: int
+    failed_hints: int
 
 
 def write_text(
@@ -56,7 +58,7 @@ def write_text(
     listeners: Sequence[Listener],
 ) -> list[Output]:
     """``LanguageModel.generate`` over tiers, from padded ``tokens`` [B, T] and ``lengths`` [B] on."""
-    run, compiled = Run(), _compiled_seconds()
+    run, compiled = Run(), compiled_seconds()
     began = time.perf_counter()
     logits, decoder = read_prompts(
         lm.model, jnp.asarray(tokens), jnp.asarray(lengths), policy, round_up(max_new_tokens, 64)
@@ -64,7 +66,7 @@ def write_text(
     with decoder:
         kept = decoder.kept()
         state = decoder.begin(logits, sampler, key, max_new_tokens, ends)
-        run.compile_seconds = _compiled_seconds() - compiled
+        run.compile_seconds = compiled_seconds() - compiled
         run.prefill_seconds = time.perf_counter() - began - run.compile_seconds
         state = run.decode(
             lambda state, until: decoder.advance(state, sampler, key, int(until), ends),
@@ -72,7 +74,7 @@ def write_text(
             max_new_tokens,
             listeners,
         )
-        later = _compiled_seconds() - compiled - run.compile_seconds
+        later = compiled_seconds() - compiled - run.compile_seconds
         run.compile_seconds += later
         run.decode_seconds -= later
         tiers = _tiers(decoder)
@@ -107,20 +109,5 @@ def _tiers(decoder: TieredDecoder) -> dict:
         disk_bytes_per_step=store.counts.disk_bytes_read / steps,
         stage_seconds=dict(recorder.seconds),
         stalls=recorder.fetches,
+        failed_hints=store.counts.failed_hints,
     )
-
-
-_compilations: list[float] = []
-
-
-def _listen(event: str, duration: float, **_) -> None:
-    if event.endswith("backend_compile_duration"):
-        _compilations.append(duration)
-
-
-jax.monitoring.register_event_duration_secs_listener(_listen)
-
-
-def _compiled_seconds() -> float:
-    """Seconds that XLA has spent compiling in this process."""
-    return sum(_compilations)

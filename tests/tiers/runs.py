@@ -18,8 +18,8 @@ ROOM = 16
 
 
 def tiered(**settings) -> Tiered:
-    """A policy that suits tiny models: 8 tokens a block, 4 sinks, 16 recent."""
-    return Tiered(**(dict(recent=16, budget=0.25) | settings))
+    """A policy that suits tiny models: 8 tokens a block, 4 sinks, 16 recent; micro-batches take turns."""
+    return Tiered(**(dict(recent=16, budget=0.25, micro_batches=2) | settings))
 
 
 def run(

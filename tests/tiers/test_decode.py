@@ -38,6 +38,7 @@ def test_each_step_attends_to_the_best_blocks(model, budget):
 SETTINGS = {
     "in order": dict(deterministic=True),
     "fetch first": dict(overlap=False),
+    "one micro-batch, as by default": dict(micro_batches=None),
     "three micro-batches": dict(micro_batches=3),
     "least recently used": dict(eviction="lru"),
     "disk, no memory": dict(disk=True, host_bytes=0),
@@ -51,8 +52,9 @@ SETTINGS = {
 def test_settings_that_change_no_result(tmp_path, settings):
     if settings.get("disk"):
         settings = settings | dict(disk=tmp_path)
-    logits, _ = run(tiered(**settings), 4)
+    logits, decoder = run(tiered(**settings), 4)
     check(logits, budget=0.25)
+    assert len(decoder.micro_batches) == (settings.get("micro_batches", 2) or 1)
 
 
 def test_deterministic_runs_are_equal_to_the_bit(tmp_path):

@@ -106,6 +106,22 @@ def test_hints_save_reads_and_change_nothing(tmp_path):
     store.close()
 
 
+def test_hints_that_fail_are_counted_and_the_fetch_decides(tmp_path, monkeypatch):
+    store, blocks = filled(tmp_path, "direct")
+    with monkeypatch.context() as broken:
+        broken.setattr(disk.os, "preadv", refused)
+        store.hint(0, some_ids(0))
+        with pytest.raises(StoreError, match="Input/output error; needed for layer 0, row"):
+            fetched(store, 0, some_ids(0))
+    assert (store.counts.failed_hints, store.counts.hinted_blocks, store.counts.disk_blocks) == (1, 0, 0)
+    np.testing.assert_array_equal(fetched(store, 0, some_ids(0)), expected(blocks, 0, some_ids(0)))
+    store.close()
+
+
+def refused(*_):
+    raise OSError(errno.EIO, "Input/output error")
+
+
 def test_extents_are_large_and_counted(tmp_path):
     store, _ = filled(tmp_path, "direct")
     assert store.per_extent * SHAPE.block_bytes >= 64 * 1024
@@ -216,6 +232,24 @@ def test_slow_disk_ends_in_an_error(tmp_path, monkeypatch):
         fetched(store, 0, some_ids(0))
     go_on.set()
     store.close()
+
+
+def test_stuck_read_does_not_keep_the_process_from_ending(tmp_path):
+    script = f"""
+import os, threading
+import numpy as np
+from kvec_jax.errors import StoreError
+from tests.tiers.test_store import fetched, filled, some_ids
+store, _ = filled({str(tmp_path)!r}, "direct", timeout=0.2)
+os.preadv = lambda *_: threading.Event().wait()
+try:
+    fetched(store, 0, some_ids(0))
+except StoreError as error:
+    print(error)
+store.close()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert "took more than 0.2 s" in done.stdout and done.returncode == 0, done.stderr
 
 
 def test_killed_process_leaves_nothing(tmp_path):

@@ -112,6 +112,24 @@ def test_a_stuck_store_ends_the_run(monkeypatch):
     go_on.set()
 
 
+def test_a_failing_hint_changes_nothing(tmp_path, monkeypatch):
+    """It is counted; what a step needs is read by the step."""
+    settings = dict(max_new_tokens=8, eos_token_ids=())
+    lm, policy = tiny_language_model(), few_on_device(disk=tmp_path, host_bytes=1 << 16, hints=4)
+    right = lm.generate(PROMPTS[0], policy=policy, **settings)
+    real = BlockStore._read
+
+    def read(self, names):
+        if threading.current_thread().name.startswith("kvec-hint"):
+            raise StoreError("disk: could not read")
+        return real(self, names)
+
+    monkeypatch.setattr(BlockStore, "_read", read)
+    output = lm.generate(PROMPTS[0], policy=policy, **settings)
+    assert output.tokens == right.tokens
+    assert right.stats.failed_hints == 0 < output.stats.failed_hints
+
+
 def test_two_runs_at_once_share_a_folder_that_is_deleted_meanwhile(tmp_path):
     lm, folder = tiny_language_model(), tmp_path / "scratch"
     folder.mkdir()

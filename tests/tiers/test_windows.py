@@ -41,7 +41,7 @@ def test_little_room_gives_everyone_the_least():
 
 def windows(policy, **changes):
     config = tiny_config(**changes)
-    return make_windows(config, policy, make_layout(config, policy, 2, 256, 8), 2, 4)
+    return make_windows(config, policy, make_layout(config, policy, 2, 256, 8, np.float32), 2, 4)
 
 
 def test_even_windows_and_their_least():
