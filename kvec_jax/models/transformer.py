@@ -1,6 +1,7 @@
 """One functional decoder for every family: the layers' parameters are stacked, so that they can be scanned."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -70,16 +71,25 @@ class Block(nnx.Module):
             k = rms_norm(k, self.k_norm[...], config.rms_norm_eps)
         return q, k, v
 
-    def finish(self, hidden: Array, attended: Array) -> Array:
-        """The rest of the layer: output projection of ``attended`` [B, N, T, D], residuals and MLP; [B, T, M]."""
+    def feed_forward(self, x: Array, gate: Array, up: Array, down: Array) -> Array:
+        """The gated MLP of ``x`` [B, T, M]; over parts of F of the matrices [M, F], [M, F] and [F, M] it is a sum."""
+        return self._multiply(_ACTIVATIONS[self.config.hidden_act](x @ gate) * (x @ up), down)
+
+    def finish(self, hidden: Array, attended: Array, feed_forward: Callable[[Array], Array] | None = None) -> Array:
+        """The rest of the layer: output projection of ``attended`` [B, N, T, D], residuals and MLP; [B, T, M].
+
+        ``feed_forward`` is for another way to compute the MLP.
+        """
         config = self.config
         out = self._multiply(_merge_heads(attended), self.o_proj[...])
         if config.post_norms:
             out = rms_norm(out, self.post_attention_norm[...], config.rms_norm_eps)
         hidden = hidden + out
         x = rms_norm(hidden, self.mlp_norm[...], config.rms_norm_eps)
-        gate = _ACTIVATIONS[config.hidden_act](x @ self.gate_proj[...])
-        out = self._multiply(gate * (x @ self.up_proj[...]), self.down_proj[...])
+        if feed_forward is None:
+            out = self.feed_forward(x, self.gate_proj[...], self.up_proj[...], self.down_proj[...])
+        else:
+            out = feed_forward(x)
         if config.post_norms:
             out = rms_norm(out, self.post_mlp_norm[...], config.rms_norm_eps)
         return hidden + out

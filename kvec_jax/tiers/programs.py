@@ -6,6 +6,7 @@ what selects never waits for what fetches.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax import lax
 
 from kvec_jax.cache import CompressedKV
 from kvec_jax.decoding import choose_tokens, is_end
-from kvec_jax.models.transformer import Rotation, Transformer
+from kvec_jax.models.transformer import Block, Rotation, Transformer
 from kvec_jax.online_softmax import Partial, attend_block, attend_blocks, finish, merge
 from kvec_jax.prefill import layer_reach
 from kvec_jax.prompt_attention import attend_prompt
@@ -28,6 +29,8 @@ from kvec_jax.typing import Array
 # Queries at the end of the prompt whose choice says which blocks are placed high.
 _WINDOW = 32
 _RING_BLOCK = 128
+# Of a layer's MLP on a CPU.
+_PARTS = 8
 
 
 @jax.jit
@@ -164,7 +167,16 @@ def finish_layer(model: Transformer, hidden: Array, partial: Partial, layer: Arr
     """The hidden states [B, 1, M] after a layer whose attention is ``partial``."""
     attended, _ = finish(partial)
     B, K, G, D = attended.shape
-    return layer_of(model, layer).finish(hidden, attended.astype(hidden.dtype).reshape(B, K * G, 1, D))
+    attended = attended.astype(hidden.dtype).reshape(B, K * G, 1, D)
+    block = layer_of(model, layer)
+
+    def whole(x):
+        return block.feed_forward(x, block.gate_proj[...], block.up_proj[...], block.down_proj[...])
+
+    def by_parts(x):
+        return _feed_forward_by_parts(model.layers, layer, x)
+
+    return block.finish(hidden, attended, lambda x: lax.platform_dependent(x, cpu=by_parts, default=whole))
 
 
 @functools.partial(jax.jit, donate_argnames="resident")
@@ -212,6 +224,24 @@ def next_tokens(
 def layer_of(model: Transformer, layer: Array):
     """The parameters of one layer."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), model.layers)
+
+
+def _feed_forward_by_parts(layers: Block, layer: Array, x: Array) -> Array:
+    """The MLP of one of the stacked layers.
+
+    XLA on CPU copies a layer's matrices out of the stack before it multiplies; parts of them stay in the caches.
+    """
+    gates, ups, downs = layers.gate_proj[...], layers.up_proj[...], layers.down_proj[...]
+    _, M, F = gates.shape
+    parts = math.gcd(F, _PARTS)
+    size = F // parts
+
+    def add(i, total):
+        gate, up = (lax.dynamic_slice(stack, (layer, 0, i * size), (1, M, size))[0] for stack in (gates, ups))
+        down = lax.dynamic_slice(downs, (layer, i * size, 0), (1, size, M))[0]
+        return total + layers.feed_forward(x, gate, up, down).astype(jnp.float32)
+
+    return lax.fori_loop(0, parts, add, jnp.zeros(x.shape, jnp.float32)).astype(x.dtype)
 
 
 def _attend(partial: Partial, blocks: Array, there: Array, queries: Array, scale: float) -> Partial:

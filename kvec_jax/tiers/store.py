@@ -15,7 +15,8 @@ from kvec_jax.errors import StoreError
 from kvec_jax.tiers.disk import LEAST_EXTENT, PAGE, ExtentFile, aligned
 
 Backend = Literal["ram", "mmap", "direct"]
-_EXTENTS_AT_ONCE = 64
+# So that copies under way take little memory.
+_EXTENTS_AT_ONCE, _BLOCKS_AT_ONCE = 16, 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,8 +215,11 @@ class BlockStore:
             chosen = np.argsort(-worth, kind="stable")[: min(room, int(there.sum()))]
         else:
             return
-        with self._lock:
-            self._keep(names.reshape(-1)[chosen], blocks.reshape(-1, *self.shape.block)[chosen])
+        names, blocks = names.reshape(-1), blocks.reshape(-1, *self.shape.block)
+        for start in range(0, len(chosen), _BLOCKS_AT_ONCE):
+            some = chosen[start : start + _BLOCKS_AT_ONCE]
+            with self._lock:
+                self._keep(names[some], blocks[some])
 
     def fetch(self, layer: int, ids: np.ndarray, out: np.ndarray, row: int = 0) -> None:
         """Gets blocks, from memory or disk.
