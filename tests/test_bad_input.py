@@ -1,5 +1,7 @@
 """What a new user gets wrong, through the public functions: an error at the call that says what was expected."""
 
+import types
+
 import jax.numpy as jnp
 import pytest
 
@@ -12,7 +14,8 @@ TOKENS, LENGTHS, POLICY = jnp.arange(60)[None], jnp.array([60]), kv.SnapKV(40)
 
 
 def context():
-    return kv.Context(cache=None, document_tokens=1, policy="", model=LM.identity, chat=True)
+    cache = types.SimpleNamespace(mesh=None)  # nothing gets as far as to look into it
+    return kv.Context(cache=cache, document_tokens=1, policy="", model=LM.identity, chat=True)
 
 
 @pytest.mark.parametrize(
