@@ -81,6 +81,7 @@ def test_after_a_policy_that_drops_some(tmp_path):
         assert both["answer"] == alone["answer"]
 
 
+@pytest.mark.slow
 def test_on_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(kv, "load", lambda name, **_: language_model())
     monkeypatch.setattr(Text, "reference", story)

@@ -20,7 +20,9 @@ SMALL = tiny_config(
 
 
 @pytest.mark.aot_tpu
-@pytest.mark.parametrize("policy", [kv.SnapKV(256), kv.LaProx(256)], ids=lambda policy: policy.name)
+@pytest.mark.parametrize(
+    "policy", [kv.SnapKV(256), pytest.param(kv.LaProx(256), marks=pytest.mark.slow)], ids=lambda policy: policy.name
+)
 def test_small_model_over_sixteen_chips(policy, record_property):
     check(SMALL, policy, 1024, record_property)
 
