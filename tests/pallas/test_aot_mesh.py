@@ -35,7 +35,6 @@ def test_llama_over_sixteen_chips(policy, record_property):
 
     memory = check(LLAMA_3_1_8B, policy, 8192, record_property)
     assert memory.argument_size_in_bytes < 2.1e9  # an eighth of 16 GB
-    print(memory)
 
 
 def check(config, policy, tokens, record_property):

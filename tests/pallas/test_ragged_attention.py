@@ -158,7 +158,8 @@ def test_no_races_and_nothing_out_of_bounds(spec):
 )
 def test_through_mosaic_gpu(spec, reach, monkeypatch):
     """In JAX's simulator of a GPU, where races are errors; its matrix products are plain ones, for it has no others."""
-    mosaic = pytest.importorskip("kvec_jax.pallas.ragged_attention_mosaic")
+    from kvec_jax.pallas import ragged_attention_mosaic as mosaic
+
     if not hasattr(mosaic.plgpu, "InterpretGPUParams"):
         pytest.skip("this version of JAX has no simulator of a GPU for users")
 
