@@ -1,11 +1,13 @@
 """A long text from a cache of fixed size: ``python -m benchmarks.rolling``.
 
 Prints the process's memory as the text grows, and then the text itself, to be read, with the share of its runs of four
-words that occur once. ``--tail 0`` keeps all that is generated, for comparison.
+words that occur once. ``--tail 0`` keeps all that is generated, for comparison. With ``--chunk`` the prompt is
+compressed while it is read, so that it may be long too; "most so far" then shows what reading it took.
 """
 
 import argparse
 import pathlib
+import resource
 import time
 
 import jax
@@ -25,7 +27,10 @@ def main() -> None:
     console = Console(width=110, highlight=False)
     lm = kv.load(options.model, dtype=options.dtype)
     console.print(machine(options.model, lm.model.dtype))
-    console.print(f"{options.policy}, pool {options.budget}, tail {options.tail or 'without limit'}")
+    console.print(
+        f"{options.policy}, pool {options.budget}, tail {options.tail or 'without limit'}, the prompt read "
+        f"{f'{options.chunk:,} tokens at a time' if options.chunk else 'at once'}; before it {_memory()}"
+    )
     watch = _Watch(console, lm.tokenizer)
     output = lm.generate(
         _messages(lm, options.tokens),
@@ -36,6 +41,7 @@ def main() -> None:
         stream=watch,
         eos_token_ids=(),
         tail=options.tail or None,
+        chunk=options.chunk,
     )
     stats = output.stats
     console.print(
@@ -57,13 +63,14 @@ class _Watch:
         count = len(self._tokenizer.encode(self._text))
         if count >= self._next:
             seconds = time.perf_counter() - self._start
-            self._console.print(f"{count:6,} tokens, {seconds:6.0f} s, {_resident():,.0f} MB resident")
+            self._console.print(f"{count:6,} tokens, {seconds:6.0f} s, {_memory()}")
             self._next += _EVERY
 
 
-def _resident() -> float:
+def _memory() -> str:
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096 / 1e6
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return f"{pages * resource.getpagesize() / 1e6:,.0f} MB resident, most so far {most * 1024 / 1e6:,.0f}"
 
 
 def _messages(lm, length: int) -> list[dict]:
@@ -83,6 +90,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tokens", type=int, default=2000, help="of the prompt (default: %(default)s)")
+    parser.add_argument("--chunk", type=int, help="read the prompt so many tokens at a time (default: at once)")
     parser.add_argument("--new", type=int, default=4000, help="to generate (default: %(default)s)")
     parser.add_argument("--policy", default="snapkv")
     parser.add_argument("--budget", type=int, default=512)
