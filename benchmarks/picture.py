@@ -8,7 +8,6 @@ import numpy as np
 import kvec_jax as kv
 from benchmarks.common import prompt
 from benchmarks.policies import make
-from kvec_jax.sweep import sweep
 
 _POLICIES = "streaming,knorm,snapkv,kvec,compresskv,laprox"
 
@@ -22,7 +21,7 @@ def main() -> None:
     lm = kv.load(options.model)
     policies = [make(name, options.budget, options.model) for name in names]
     tokens = prompt(lm, options.tokens)
-    _, caches = sweep(lm.model, tokens, jnp.array([options.tokens]), policies)
+    _, caches = kv.sweep(lm.model, tokens, jnp.array([options.tokens]), policies)
     figure = Figure(figsize=(10, 5.6), layout="constrained")
     axes = figure.subplots(2, -(-len(names) // 2), squeeze=False).flat
     for axis, name, cache in zip(axes, names, caches):

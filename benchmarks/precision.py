@@ -15,7 +15,6 @@ import kvec_jax as kv
 from benchmarks.common import machine, prompt
 from benchmarks.picture import kept
 from benchmarks.policies import make
-from kvec_jax.sweep import sweep
 
 _OTHERS = "full", "sekv", "tiered"  # these choose no entries
 
@@ -52,7 +51,7 @@ def _options() -> argparse.Namespace:
 
 def _kept(lm, tokens, policies: list[kv.Policy]) -> np.ndarray:
     """Bool [policies, heads of all layers, tokens]: what each keeps of the prompt."""
-    _, caches = sweep(lm.model, tokens, jnp.array([tokens.size], jnp.int32), policies)
+    _, caches = kv.sweep(lm.model, tokens, jnp.array([tokens.size], jnp.int32), policies)
     return np.stack([kept(cache, tokens.size) for cache in caches])
 
 

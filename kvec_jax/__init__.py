@@ -49,6 +49,7 @@ from kvec_jax.session import LanguageModel as LanguageModel
 from kvec_jax.session import Output as Output
 from kvec_jax.session import load as load
 from kvec_jax.spread import shard as shard
+from kvec_jax.sweep import sweep as sweep
 from kvec_jax.tiers.policy import Tiered as Tiered
 
 _register("sekv", SeKV)

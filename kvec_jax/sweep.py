@@ -16,9 +16,11 @@ from kvec_jax.checks import check_model, check_tokens
 from kvec_jax.keeping import Keeper, Plan, keeper
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.models.transformer import Transformer
+from kvec_jax.placement import place_rows
 from kvec_jax.policies.base import Observation, Policy
 from kvec_jax.policies.prepared import prepare
 from kvec_jax.prefill import as_cache, read_layers
+from kvec_jax.spread import on_mesh
 from kvec_jax.typing import Array
 
 
@@ -47,7 +49,7 @@ def sweep(
         >>> import kvec_jax as kv
         >>> from kvec_jax.testing import tiny_model
         >>> policies = [kv.FullCache(), kv.SnapKV(40), kv.KVec(40)]
-        >>> _, caches = sweep(tiny_model(), jnp.arange(60)[None], jnp.array([60]), policies)
+        >>> _, caches = kv.sweep(tiny_model(), jnp.arange(60)[None], jnp.array([60]), policies)
         >>> [cache.kept_positions(0)[3][1].size for cache in caches]
         [60, 40, 40]
     """
@@ -62,11 +64,13 @@ def sweep(
             )
     check_count("reserve", reserve, 0)
     tokens, lengths = check_tokens(model.config, tokens, lengths)
+    tokens, lengths = place_rows(model.mesh, tokens=tokens, lengths=lengths)
     prepared = tuple(prepare(policy, model) for policy in policies)
     return _sweep(model, prepared, tokens, lengths, policies, reserve)
 
 
 @functools.partial(jax.jit, static_argnames=("policies", "reserve"))
+@on_mesh
 def _sweep(model, prepared, tokens, lengths, policies, reserve):
     return run_sweep(model, prepared, tokens, lengths, policies, reserve)
 

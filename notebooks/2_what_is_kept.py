@@ -21,7 +21,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import kvec_jax as kv
-from kvec_jax.sweep import sweep
 
 print("kvec_jax", kv.__version__, "jax", jax.__version__, jax.devices())
 
@@ -40,10 +39,10 @@ policies = {
 }
 
 # %% [markdown]
-# `sweep` reads the prompt once, however many policies there are.
+# `kv.sweep` reads the prompt once, however many policies there are.
 
 # %%
-_, caches = sweep(lm.model, jnp.asarray([tokens]), jnp.array([len(tokens)]), list(policies.values()))
+_, caches = kv.sweep(lm.model, jnp.asarray([tokens]), jnp.array([len(tokens)]), list(policies.values()))
 caches = dict(zip(policies, caches))
 
 

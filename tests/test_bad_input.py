@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import pytest
 
 import kvec_jax as kv
-from kvec_jax.sweep import sweep
 from kvec_jax.testing import tiny_language_model
 
 LM = tiny_language_model(num_hidden_layers=2)
@@ -45,7 +44,7 @@ def context():
         (lambda: LM.ask(context(), []), ValueError, "question: expected at least one, got an empty list"),
         (lambda: kv.load_context("none.kv", LM), kv.LoadError, "none.kv: can't be read"),
         (lambda: kv.prefill(LM, TOKENS, LENGTHS, POLICY), TypeError, "model: expected a Transformer, such as lm.model"),
-        (lambda: sweep(LM, TOKENS, LENGTHS, [POLICY]), TypeError, "model: expected a Transformer, such as lm.model"),
+        (lambda: kv.sweep(LM, TOKENS, LENGTHS, [POLICY]), TypeError, "model: expected a Transformer, such as lm.model"),
         (lambda: kv.prefill(LM.model, TOKENS[0], LENGTHS, POLICY), ValueError, r"integers of shape \[B, T\], got"),
         (lambda: kv.prefill(LM.model, TOKENS + 999, LENGTHS, POLICY), ValueError, "tokens: expected 0 to 255, got 999"),
         (lambda: kv.prefill(LM.model, TOKENS, LENGTHS + 1, POLICY), ValueError, "lengths: expected 1 to 60, got 61"),

@@ -150,6 +150,17 @@ def test_options_of_prefill(options):
     np.testing.assert_array_equal(kv.quantise(later, "int4").keys, now.keys)
 
 
+def test_sweep():
+    many, policies = sharded("llama", "data 2, tensor 4"), (POLICIES["snapkv"], POLICIES["laprox"])
+    tokens, lengths = batch(LENGTHS, 93)
+    logits, caches = kv.sweep(many, tokens, lengths, policies, reserve=4)
+    for cache, name in zip(caches, ("snapkv", "laprox"), strict=True):
+        kept, wanted, _ = run(name, "llama", "data 2, tensor 4")
+        assert [as_lists(cache.kept_positions(row)) for row in range(len(LENGTHS))] == kept
+        np.testing.assert_allclose(logits, wanted, atol=1e-5)
+    assert kv.extend(many, caches[0], tokens[:, :2])[1].mesh == many.mesh
+
+
 @pytest.mark.parametrize("tail", [None, pytest.param(8, marks=pytest.mark.slow)])
 def test_generate_with_random_keys(tail):
     tokens, lengths = batch(LENGTHS, 93)

@@ -7,7 +7,6 @@ import pytest
 
 import kvec_jax as kv
 from kvec_jax.calibrate.file import Calibration
-from kvec_jax.sweep import sweep
 from tests.prompts import batch, model_of
 
 CALIBRATION = Calibration(
@@ -24,7 +23,7 @@ POLICIES = (
 
 def check_same(model, T, policies, lengths, atol):
     tokens, lengths = batch(lengths, T)
-    logits, caches = sweep(model, tokens, lengths, policies, reserve=3)
+    logits, caches = kv.sweep(model, tokens, lengths, policies, reserve=3)
     assert len(caches) == len(policies)
     for policy, cache in zip(policies, caches):
         own_logits, own = kv.prefill(model, tokens, lengths, policy, reserve=3)
@@ -51,10 +50,10 @@ def test_equals_separate_prefills_with_local_layers():
 def test_refused():
     model, (tokens, lengths) = model_of()[0], batch([8], 8)
     with pytest.raises(ValueError, match="policies: expected at least one"):
-        sweep(model, tokens, lengths, [])
+        kv.sweep(model, tokens, lengths, [])
     with pytest.raises(TypeError, match="policies: expected policies that choose rows"):
-        sweep(model, tokens, lengths, [kv.FullCache(), "snapkv"])
+        kv.sweep(model, tokens, lengths, [kv.FullCache(), "snapkv"])
     with pytest.raises(ValueError, match="lengths"):
-        sweep(model, tokens, jnp.array([9]), [kv.FullCache()])
+        kv.sweep(model, tokens, jnp.array([9]), [kv.FullCache()])
     with pytest.raises(ValueError, match="reserve"):
-        sweep(model, tokens, lengths, [kv.FullCache()], reserve=-1)
+        kv.sweep(model, tokens, lengths, [kv.FullCache()], reserve=-1)
