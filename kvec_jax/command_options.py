@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from kvec_jax.arguments import check_count
 from kvec_jax.policies.options import DEFAULT_BUDGET, make_policy, parse_budget, parse_setting
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -48,7 +49,7 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     """How to generate; ``sampler_of`` reads a part of it."""
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default: most likely")
     parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
     parser.add_argument("--top-p", type=float, metavar="P", help="sample from the most likely, together P")
@@ -98,9 +99,10 @@ def policy_of(arguments: argparse.Namespace):
 
 
 def sampler_of(arguments: argparse.Namespace):
-    """The sampler that was asked for."""
+    """The sampler that was asked for, to write at least one token."""
     import kvec_jax as kv
 
+    check_count("--max-new-tokens", arguments.max_new_tokens, 1)
     limits = {name: getattr(arguments, name) for name in ("top_k", "top_p", "min_p")}
     limits = {name: value for name, value in limits.items() if value is not None}
     if arguments.temperature:
@@ -119,12 +121,12 @@ def read_text(path: str) -> str:
         raise ValueError(f"{path}: expected text in UTF-8") from None
 
 
-def summary(stats) -> str:
-    """What a generation cost, in one line."""
+def summary(stats, read: str | None = None) -> str:
+    """What a generation cost, in one line; ``read`` says what was read, if not all tokens of the prompt."""
     share = stats.cache_bytes / stats.full_cache_bytes
     compiled = f" (compiled in {stats.compile_seconds:.1f} s)" if stats.compile_seconds >= 0.1 else ""
     return (
-        f"{stats.prompt_tokens:,} tokens read in {stats.prefill_seconds:.1f} s{compiled}, "
+        f"{read or f'{stats.prompt_tokens:,} tokens'} read in {stats.prefill_seconds:.1f} s{compiled}, "
         f"{stats.new_tokens:,} written at {stats.tokens_per_second:.1f} a second; "
         f"cache {stats.cache_bytes / 1e6:,.1f} MB, {share:.1%} of the full cache's "
         f"{stats.full_cache_bytes / 1e6:,.1f} MB"

@@ -38,7 +38,7 @@ def add_ask(commands) -> None:
         "ask",
         help="ask questions about a text that kvec compress has read",
         description="Writes the answers, which are found as one batch, to standard output in the order of the "
-        "questions, and what they cost to standard error.",
+        "questions, each below its question where there are several, and what they cost to standard error.",
     )
     ask.add_argument("context", metavar="PATH", help="what kvec compress wrote")
     ask.add_argument("questions", nargs="+", metavar="QUESTION", help="what to ask")
@@ -78,6 +78,8 @@ def _compress(arguments: argparse.Namespace) -> None:
 
 def _ask(arguments: argparse.Namespace) -> None:
     sampler = sampler_of(arguments)
+    if not all(question.strip() for question in arguments.questions):
+        raise ValueError("QUESTION: expected a text, got an empty one")
 
     import jax
 
@@ -88,14 +90,20 @@ def _ask(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--stream: expected one question, got {len(arguments.questions)}")
     made_with = read_identity(arguments.context)
     model = kv.load(arguments.model or made_with.name, dtype=made_with.dtype)
+    context = kv.load_context(arguments.context, model)
     outputs = model.ask(
-        kv.load_context(arguments.context, model),
+        context,
         arguments.questions,
         max_new_tokens=arguments.max_new_tokens,
         sampler=sampler,
         key=jax.random.key(arguments.seed),
         stream=(lambda _, piece: write(piece)) if arguments.stream else None,
     )
-    print("" if arguments.stream else "\n\n".join(output.text for output in outputs), flush=True)
+    answers = [output.text for output in outputs]
+    if len(answers) > 1:
+        answers = [f"> {question}\n{answer}" for question, answer in zip(arguments.questions, answers, strict=True)]
+    print("" if arguments.stream else "\n\n".join(answers), flush=True)
     for output in outputs:
-        print(summary(output.stats), file=sys.stderr)
+        asked = output.stats.prompt_tokens - context.tokens
+        read = f"{asked:,} tokens after {context.tokens:,} of the context"
+        print(summary(output.stats, read), file=sys.stderr)

@@ -36,7 +36,9 @@ def save_context(context: Context, path: str | os.PathLike) -> None:
     import kvec_jax
 
     if context.cache.beyond is not None:
-        raise UnsupportedError(f"{path}: a context of {context.policy} can't be saved")
+        raise UnsupportedError(
+            f"{path}: a context with spans on the host can't be saved, only one of rows that were chosen"
+        )
     cache = regroup(context.cache, None)  # a file says nothing of devices
     tensors = _arrays(cache) | {f"scales.{name}": array for name, array in _arrays(cache.scales).items()}
     about = {
@@ -77,7 +79,7 @@ def load_context(path: str | os.PathLike, lm) -> Context:
     import safetensors
 
     if not isinstance(getattr(lm, "identity", None), ModelIdentity):
-        raise TypeError(f"lm: expected the model that kvec_jax.load gives, got {lm!r}")
+        raise TypeError(f"lm: expected the model that kvec_jax.load gives, got {type(lm).__name__}")
     path = pathlib.Path(path)
     with _errors_naming(path):
         about = _read_about(path)

@@ -37,11 +37,12 @@ class ModelIdentity:
 
     def check(self, other: "ModelIdentity") -> None:
         """Raises a ``ValueError`` unless ``other`` is the same model; it says what differs."""
-        for field in ("config", "dtype", "weights"):
-            mine, its = getattr(self, field), getattr(other, field)
-            if mine != its:
-                what = f"dtype {mine}, and this one has {its}" if field == "dtype" else f"another {field}"
-                raise ValueError(f"made with the model {self.name!r}, not with {other.name!r} (it had {what})")
+        if self.config != other.config:
+            raise ValueError(f"made with the model {self.name!r}, whose layers have other shapes than {other.name!r}")
+        if self.dtype != other.dtype:
+            raise ValueError(f"made in {self.dtype}, and the model is in {other.dtype}: load it with that dtype")
+        if self.weights != other.weights:
+            raise ValueError(f"made with the model {self.name!r}, which had other weights than {other.name!r}")
 
 
 def identity_of(model: Transformer, name: str) -> ModelIdentity:

@@ -47,6 +47,9 @@ class LanguageModel:
     tokenizer: Any
     name: str = "model"
 
+    def __repr__(self) -> str:
+        return f"LanguageModel({self.name!r}, {self.model.dtype})"
+
     @property
     def config(self) -> ModelConfig:
         """Shape and features of the model."""
@@ -252,7 +255,7 @@ class LanguageModel:
             if len(row) + max_new_tokens - 1 > context:
                 raise ValueError(
                     f"prompt: {len(row)} tokens and {max_new_tokens} new ones (number {i}) are more than "
-                    f"the model's context of {context}"
+                    f"the model's context of {context}; chunk saves memory, and doesn't change that"
                 )
 
     def _costs(self, cache: CompressedKV, lengths: np.ndarray, padded: int) -> list[dict]:

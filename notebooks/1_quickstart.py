@@ -25,7 +25,8 @@ print(jax.devices())
 
 # %% [markdown]
 # ## A model and a text
-# The first time, this downloads 92 MB. `kvec models` lists other names; a Hugging Face id or a folder works too.
+# The first time, this downloads the model, which is small enough to try things with and often answers wrongly.
+# `kvec models` lists other names; a Hugging Face id or a folder works too.
 
 # %%
 lm = kv.load("smollm2-135m")

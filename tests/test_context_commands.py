@@ -42,8 +42,8 @@ def test_questions_are_answered_from_the_file(book, loads, capsys):
     printed = capsys.readouterr()
     lm = tiny_language_model(chat=False)
     answers = lm.ask(kv.load_context(book, lm), ["Who?", "Why?"], max_new_tokens=4)
-    assert printed.out == "\n\n".join(answer.text for answer in answers) + "\n"
-    assert printed.err.count("\n") == 2
+    assert printed.out == f"> Who?\n{answers[0].text}\n\n> Why?\n{answers[1].text}\n"
+    assert printed.err.count("\n") == 2 and "tokens after 129 of the context read in" in printed.err
     assert loads[-1] == ("tiny", {"dtype": "float32"})
 
 
@@ -67,6 +67,8 @@ def test_an_answer_streams(book, loads, capsys):
         (["ask", "a.kv"], "required: QUESTION"),
         (["ask", "no/such.kv", "Who?"], "no/such.kv: can't be read"),
         (["ask", __file__, "Who?"], "no context"),
+        (["ask", "a.kv", "Who?", " "], "QUESTION: expected a text"),
+        (["ask", "a.kv", "Who?", "--max-new-tokens", "0"], "--max-new-tokens: expected"),
         (["ask", "a.kv", "Who?", "Why?", "--stream"], "--stream: expected one question, got 2"),
     ],
 )

@@ -147,10 +147,10 @@ BAD = {
     "half a turn": (lambda m: m.extend(context(), [user("a")]), "the last the assistant's"),
     "other order": (lambda m: m.extend(context(), [said("a"), user("b")]), "user and assistant in turn"),
     "other model": (lambda m: tiny_language_model(seed=1).ask(context(), "a"), "made with the model 'tiny'.*weights"),
-    "other shape": (lambda m: lm("local").ask(context(), "a"), "another config"),
+    "other shape": (lambda m: lm("local").ask(context(), "a"), "other shapes"),
     "other dtype": (
         lambda m: tiny_language_model(dtype=jnp.bfloat16).ask(context(), "a"),
-        "it had dtype float32, and this one has bfloat16",
+        "made in float32, and the model is in bfloat16: load it with that dtype",
     ),
 }
 

@@ -47,7 +47,7 @@ def render_chat(
             eos_token=eos_token,
             **{"tools": None, "documents": None, **variables},
         )
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, TypeError) as error:  # a TypeError where a template takes a part for a text
         raise ValueError(f"the chat template can't render these messages: {error}") from error
 
 

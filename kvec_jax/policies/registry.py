@@ -64,7 +64,7 @@ def get(name: str) -> Callable[..., Policy]:
         ValueError: If there is none of that name; it lists those there are.
     """
     if name not in _FACTORIES:
-        close = difflib.get_close_matches(name, _FACTORIES, n=1)
+        close = difflib.get_close_matches(name.lower(), _FACTORIES, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else "."
         raise ValueError(f"unknown policy {name!r}{hint} Known: {', '.join(names())}")
     return _FACTORIES[name]
