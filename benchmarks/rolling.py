@@ -2,7 +2,8 @@
 
 Prints the process's memory as the text grows, and then the text itself, to be read, with the share of its runs of four
 words that occur once. ``--tail 0`` keeps all that is generated, for comparison. With ``--chunk`` the prompt is
-compressed while it is read, so that it may be long too; "most so far" then shows what reading it took.
+compressed while it is read, so that it may be long too; "most so far" then shows what reading it took. With
+``--rerotate`` prompt and text may be longer than the model's context.
 """
 
 import argparse
@@ -42,6 +43,7 @@ def main() -> None:
         eos_token_ids=(),
         tail=options.tail or None,
         chunk=options.chunk,
+        rerotate=options.rerotate,
     )
     stats = output.stats
     console.print(
@@ -91,6 +93,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tokens", type=int, default=2000, help="of the prompt (default: %(default)s)")
     parser.add_argument("--chunk", type=int, help="read the prompt so many tokens at a time (default: at once)")
+    parser.add_argument("--rerotate", action="store_true", help="so that the text may go on beyond the context")
     parser.add_argument("--new", type=int, default=4000, help="to generate (default: %(default)s)")
     parser.add_argument("--policy", default="snapkv")
     parser.add_argument("--budget", type=int, default=512)

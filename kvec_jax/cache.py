@@ -27,7 +27,7 @@ class CompressedKV:
     tail's, and each stands for as many neighbouring rows of the batch.
 
     Attributes:
-        keys: [B, P, D], the pool's keys, after RoPE at their own positions.
+        keys: [B, P, D], the pool's keys, after RoPE at their own positions (see ``shift``).
         values: [B, P, D].
         positions: int32 [B, P], where in the prompt each row came from.
         starts: int32 [B, L, K], first pool row of each segment.
@@ -36,6 +36,8 @@ class CompressedKV:
         tail_values: [L, B, K, R, D].
         tail_length: int32 [B], tail rows in use.
         next_position: int32 [B], position of the token that comes next.
+        shift: int32 [B], by how many positions RoPE is behind, where the kept rows of each head were turned to the
+            positions 0, 1, 2, ... (``rerotate``); ``None`` where keys are as they were.
         scales: How to restore ``keys`` and ``values`` where they are stored in 8 or 4 bits (see ``quantise``); ``None``
             where they are stored as they are.
         recent: [L, B, N, W, D], queries of the newest tokens, where the policy is going to choose again; else ``None``.
@@ -57,6 +59,7 @@ class CompressedKV:
     tail_values: Array
     tail_length: Array
     next_position: Array
+    shift: Array | None = None
     scales: RowScales | None = None
     recent: Array | None = None
     beyond: Beyond | None = None
@@ -87,6 +90,11 @@ class CompressedKV:
         """Where the pool begins in which each head's ``starts`` count, int64 [K]; zeros for a cache on one device."""
         devices = 1 if self.mesh is None else size_of(self.mesh, TENSOR)
         return np.arange(self.num_kv_heads) * devices // self.num_kv_heads * (self.keys.shape[1] // devices)
+
+    @property
+    def rope_position(self) -> Array:
+        """Position by which RoPE turns the token that comes next, int32 [B]."""
+        return self.next_position if self.shift is None else self.next_position - self.shift
 
     @property
     def tail_capacity(self) -> int:
@@ -150,6 +158,7 @@ class CompressedKV:
             tail_values=self.tail_values[:, index],
             tail_length=self.tail_length[index],
             next_position=self.next_position[index],
+            shift=None if self.shift is None else self.shift[index],
             scales=jax.tree.map(lambda x: x[index // self.pool_share], self.scales),
             recent=None if self.recent is None else self.recent[:, index],
             beyond=self.beyond and self.beyond.take_rows(index),

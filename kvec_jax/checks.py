@@ -54,8 +54,6 @@ def check_tokens(config: ModelConfig, tokens, lengths) -> tuple[Array, Array]:
     """Checks a right-padded batch [B, T] and its lengths [B]; returns both as int32 arrays."""
     tokens = check_token_array(tokens)
     B, T = tokens.shape
-    if T > config.max_position_embeddings:
-        raise ValueError(f"tokens: expected at most {config.max_position_embeddings} (the model's context), got {T}")
     lengths = check_lengths(lengths, B, 1, T)
     check_token_ids(config, tokens)
     return tokens, lengths

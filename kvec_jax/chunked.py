@@ -23,6 +23,7 @@ def read_in_chunks(
     policy: Policy,
     reserve: int,
     chunk: int,
+    rerotate: bool,
     how: Implementations,
 ) -> tuple[Array, CompressedKV]:
     """``run_prefill`` in chunks of ``chunk`` tokens.
@@ -37,6 +38,7 @@ def read_in_chunks(
         policy: One that ``check_rolling`` lets pass.
         reserve: Room in the tail.
         chunk: Tokens of a chunk; static.
+        rerotate: Whether kept entries are turned to the positions 0, 1, 2, ... after each.
         how: Static. How operations are carried out.
 
     Returns:
@@ -58,7 +60,8 @@ def read_in_chunks(
         logits, cache = run_extend(model, cache, part, end - start, how=how)
         return (logits, choose_again(model, policy, prepared, cache, everyone, lengths, how)), None
 
-    start = jnp.zeros((B, config.vocab_size)), empty_cache(policy, config, B, rows, chunk, model.dtype)
+    nothing = empty_cache(policy, config, B, rows, chunk, model.dtype, rerotate)
+    start = jnp.zeros((B, config.vocab_size)), nothing
     (logits, cache), _ = lax.scan(read, start, jnp.arange(chunks))
     tail = jnp.zeros((*cache.tail_keys.shape[:3], reserve, config.head_dim), model.dtype)
     return logits, dataclasses.replace(cache, tail_keys=tail, tail_values=tail, recent=None)

@@ -209,6 +209,7 @@ def _generate(arguments: argparse.Namespace) -> None:
         chunk=arguments.chunk,
         tail=arguments.tail,
         cache_dtype=arguments.cache_dtype,
+        rerotate=arguments.rerotate,
         implementation=arguments.implementation,
     )
     print("" if arguments.stream else output.text, flush=True)

@@ -44,6 +44,9 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibration", metavar="FILE", help="of kvec calibrate, for compresskv (default: the one shipped for MODEL)"
     )
     parser.add_argument("--chunk", type=int, metavar="N", help="read so many tokens at a time (default: all at once)")
+    parser.add_argument(
+        "--rerotate", action="store_true", help="with --chunk: read texts longer than the model's context"
+    )
     parser.add_argument("--cache-dtype", choices=["int8", "int4"], help="how kept entries are stored")
 
 

@@ -65,6 +65,7 @@ def _compress(arguments: argparse.Namespace) -> None:
         chat=False if arguments.raw else None,
         chunk=arguments.chunk,
         cache_dtype=arguments.cache_dtype,
+        rerotate=arguments.rerotate,
     )
     context.save(arguments.out)
     full = model.config.kv_bytes(context.tokens, context.cache.tail_keys.dtype.itemsize)

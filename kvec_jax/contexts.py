@@ -19,6 +19,7 @@ from kvec_jax.extend import extend, run_extend
 from kvec_jax.generate import check_key, end_tokens
 from kvec_jax.identity import ModelIdentity
 from kvec_jax.implementations import Implementations, resolve
+from kvec_jax.limits import check_limits, check_positions
 from kvec_jax.placement import place_rows
 from kvec_jax.policies import Policy
 from kvec_jax.prefill import prefill
@@ -28,7 +29,7 @@ from kvec_jax.spread import on_mesh
 from kvec_jax.typing import Array, Implementation
 
 # What each question has of a cache; the rest, the pool, belongs to the context and is never copied.
-_OWN = ("tail_keys", "tail_values", "tail_length", "next_position", "beyond")
+_OWN = ("tail_keys", "tail_values", "tail_length", "next_position", "shift", "beyond")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,15 +77,16 @@ class Context:
         save_context(self, path)
 
 
-def compress(lm, document: str | Sequence[dict], policy: Policy, chat: bool | None, **limits) -> Context:
+def compress(lm, document: str | Sequence[dict], policy: Policy, chat: bool | None, **settings) -> Context:
     """``LanguageModel.compress``."""
     check_policy(policy)
     chat = lm.tokenizer.chat_template is not None if chat is None else chat
     ids = _document_tokens(lm.tokenizer, document, chat)
-    context = lm.config.max_position_embeddings
-    if len(ids) >= context:
-        raise ValueError(f"document: expected fewer than {context} tokens (the model's context), got {len(ids)}")
-    _, cache = prefill(lm.model, *pad_prompts([ids], context), policy, **limits)
+    asked = {name: value for name, value in settings.items() if name != "implementation"}
+    limits = check_limits(policy, lm.config, **asked)
+    check_positions("document", limits, policy, lm.config, len(ids), 2)  # and one of a question
+    context = None if limits.rerotate else lm.config.max_position_embeddings
+    _, cache = prefill(lm.model, *pad_prompts([ids], context), policy, **settings)
     return Context(cache=cache, document_tokens=len(ids), policy=repr(policy), model=lm.identity, chat=chat)
 
 
@@ -151,6 +153,7 @@ def _begin(model, cache, tokens, lengths, sampler, key, capacity, eos_token_ids,
         tail_values=tails(cache.tail_values),
         tail_length=jnp.repeat(cache.tail_length, B),
         next_position=jnp.repeat(cache.next_position, B),
+        shift=None if cache.shift is None else jnp.repeat(cache.shift, B),
         beyond=beyond,
     )
     logits, cache = run_extend(model, cache, tokens, lengths, how=how)
@@ -223,10 +226,11 @@ def _check(lm, context) -> None:
 
 def _check_room(lm, context: Context, ids: list[list[int]], max_new_tokens: int) -> None:
     most = lm.config.max_position_embeddings
-    needed = context.tokens + max(map(len, ids)) + max_new_tokens - 1
+    held = int(context.cache.rope_position[0])
+    needed = held + max(map(len, ids)) + max_new_tokens - 1
     if needed > most:
         raise ValueError(
-            f"question: a context of {context.tokens} tokens, the question and {max_new_tokens} new ones are {needed}, "
+            f"question: a context of {held} tokens, the question and {max_new_tokens} new ones are {needed}, "
             f"more than the model's context of {most}"
         )
 

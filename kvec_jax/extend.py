@@ -83,7 +83,7 @@ def run_extend(
     """``extend`` without checks, to be called under ``jit``."""
     config = model.config
     Q = tokens.shape[1]
-    rotation = Rotation(config, cache.next_position[:, None] + jnp.arange(Q))
+    rotation = Rotation(config, cache.rope_position[:, None] + jnp.arange(Q))
 
     real = jnp.arange(Q) < lengths[:, None]
 
@@ -157,12 +157,12 @@ def _check(model: Transformer, cache: CompressedKV, tokens, lengths) -> tuple[Ar
         raise ValueError(f"tokens: expected {cache.tail_length.shape[0]} rows, as the cache has, got {B}")
     lengths = jnp.full((B,), Q, jnp.int32) if lengths is None else check_lengths(lengths, B, 0, Q)
     if not isinstance(cache.tail_length, jax.core.Tracer) and not isinstance(lengths, jax.core.Tracer):
-        check_room(model, cache, int(np.max(cache.tail_length + lengths)), int(np.max(cache.next_position + lengths)))
+        check_room(model, cache, int(np.max(cache.tail_length + lengths)), int(np.max(cache.rope_position + lengths)))
     return tokens, lengths
 
 
 def check_room(model: Transformer, cache: CompressedKV, tail: int, position: int) -> None:
-    """Raises unless the cache can hold ``tail`` tail rows and the model ``position`` tokens."""
+    """Raises unless the cache can hold ``tail`` tail rows and the model ``position`` positions."""
     if tail > cache.tail_capacity:
         raise ValueError(
             f"the cache has room for {cache.tail_capacity} tokens after the prompt and would need {tail}: "
@@ -170,4 +170,4 @@ def check_room(model: Transformer, cache: CompressedKV, tail: int, position: int
         )
     context = model.config.max_position_embeddings
     if position > context:
-        raise ValueError(f"expected at most {context} tokens in all (the model's context), got {position}")
+        raise ValueError(f"expected at most {context} positions in all (the model's context), got {position}")

@@ -15,7 +15,7 @@ from kvec_jax.checks import check_cache, check_model, check_policy, check_same_m
 from kvec_jax.decoding import DecodeState, advance, begin
 from kvec_jax.extend import check_room
 from kvec_jax.implementations import Implementations, resolve
-from kvec_jax.limits import Limits, check_limits
+from kvec_jax.limits import Limits, check_limits, check_positions
 from kvec_jax.models.transformer import Transformer
 from kvec_jax.placement import place_rows
 from kvec_jax.policies.base import Policy
@@ -40,6 +40,7 @@ def generate(
     chunk: int | None = None,
     tail: int | None = None,
     cache_dtype: str | None = None,
+    rerotate: bool = False,
     implementation: Implementation | Implementations = None,
 ) -> Array:
     """Reads prompts, compresses their cache and generates from what is left, all in one compiled program.
@@ -60,6 +61,7 @@ def generate(
             among all of it, so that memory is the same for texts of any length. For policies as for ``chunk``, with a
             budget in tokens. ``None`` keeps all generated tokens.
         cache_dtype: See ``prefill``.
+        rerotate: See ``prefill``; with ``tail``, a text may go on beyond the model's context.
         implementation: See ``prefill``.
 
     Returns:
@@ -80,10 +82,11 @@ def generate(
     check_policy(policy, model.mesh)
     check_count("max_new_tokens", max_new_tokens, 1)
     tokens, lengths = check_tokens(model.config, tokens, lengths)
-    _check_context(model, lengths, max_new_tokens)
     key = check_key(sampler, key, tokens.shape[0])
     ends = end_tokens(model, eos_token_ids)
-    limits = check_limits(policy, model.config, chunk=chunk, tail=tail, cache_dtype=cache_dtype)
+    limits = check_limits(policy, model.config, chunk=chunk, tail=tail, cache_dtype=cache_dtype, rerotate=rerotate)
+    longest = tokens.shape[1] if isinstance(lengths, jax.core.Tracer) else int(np.max(lengths))
+    check_positions("tokens", limits, policy, model.config, longest, max_new_tokens)
     how = resolve(implementation, model)
     prepared = prepare(policy, model)
     tokens, lengths, key = place_rows(model.mesh, tokens=tokens, lengths=lengths, key=key)
@@ -159,7 +162,7 @@ def decode(
     check_same_mesh(model, cache)
     check_count("max_new_tokens", max_new_tokens, 1)
     key = check_key(sampler, key, logits.shape[0])
-    longest = int(np.max(cache.tail_length)), int(np.max(cache.next_position))
+    longest = int(np.max(cache.tail_length)), int(np.max(cache.rope_position))
     check_room(model, cache, *(x + max_new_tokens - 1 for x in longest))
     ends, how = end_tokens(model, eos_token_ids), resolve(implementation, model)
     (key,) = place_rows(model.mesh, key=key)
@@ -215,11 +218,3 @@ def end_tokens(model: Transformer, eos_token_ids) -> tuple[int, ...]:
     if outside:
         raise ValueError(f"eos_token_ids: expected 0 to {model.config.vocab_size - 1}, got {outside[0]}")
     return ends
-
-
-def _check_context(model: Transformer, lengths: Array, max_new_tokens: int) -> None:
-    if isinstance(lengths, jax.core.Tracer):
-        return
-    context, needed = model.config.max_position_embeddings, int(np.max(lengths)) + max_new_tokens - 1
-    if needed > context:
-        raise ValueError(f"expected at most {context} tokens in all (the model's context), got {needed}")

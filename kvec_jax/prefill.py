@@ -14,7 +14,7 @@ from kvec_jax.chunked import read_in_chunks
 from kvec_jax.forms import Form
 from kvec_jax.implementations import Implementations, resolve
 from kvec_jax.keeping import Keeper, keeper
-from kvec_jax.limits import Limits, check_limits
+from kvec_jax.limits import Limits, check_limits, check_positions
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.models.transformer import Rotation, Transformer, layer_inputs, layer_reach
 from kvec_jax.placement import place_rows
@@ -23,6 +23,7 @@ from kvec_jax.policies.prepared import prepare
 from kvec_jax.pool import Pool
 from kvec_jax.prompt_attention import attend_prompt
 from kvec_jax.quantised import quantise
+from kvec_jax.rerotation import move_to_front
 from kvec_jax.spread import on_mesh
 from kvec_jax.typing import Array, Implementation
 
@@ -37,6 +38,7 @@ def prefill(
     all_logits: bool = False,
     chunk: int | None = None,
     cache_dtype: str | None = None,
+    rerotate: bool = False,
     implementation: Implementation | Implementations = None,
 ) -> tuple[Array, CompressedKV]:
     """Runs the model over prompts and keeps the part of the cache that the policy chooses.
@@ -57,6 +59,10 @@ def prefill(
             number of entries, chosen by keys or by the newest queries. ``None`` reads all at once, which is exact.
         cache_dtype: ``"int8"`` or ``"int4"``: kept rows are stored in so many bits, see ``quantise``; ``None`` means
             the model's dtype.
+        rerotate: Whether the kept entries of each head get the positions 0, 1, 2, ..., their keys turned to them, so
+            that with ``chunk`` prompts may be longer than the model's context: the budget and one chunk must fit. For
+            policies whose heads all keep the same number of entries. By default keys stay at the positions where they
+            were, and new tokens go on after the prompt.
         implementation: How operations are carried out: a name for all of them, or ``Implementations``; ``None`` takes
             the platform's kernels where they support the case.
 
@@ -79,7 +85,8 @@ def prefill(
     check_policy(policy, model.mesh)
     check_count("reserve", reserve, 0)
     tokens, lengths = check_tokens(model.config, tokens, lengths)
-    limits = check_limits(policy, model.config, chunk=chunk, cache_dtype=cache_dtype)
+    limits = check_limits(policy, model.config, chunk=chunk, cache_dtype=cache_dtype, rerotate=rerotate)
+    check_positions("tokens", limits, policy, model.config, tokens.shape[1])
     if all_logits and chunk is not None:
         raise ValueError("all_logits: not with chunk, which holds one chunk at a time")
     how = resolve(implementation, model)
@@ -109,8 +116,10 @@ def run_prefill(
         return policy.read(model, prepared, tokens, lengths, reserve, all_logits, how)
     if limits.chunk is None:
         logits, cache = _read_at_once(model, prepared, tokens, lengths, policy, reserve, all_logits, how)
+        cache = move_to_front(cache, model.config) if limits.rerotate else cache
     else:
-        logits, cache = read_in_chunks(model, prepared, tokens, lengths, policy, reserve, limits.chunk, how)
+        settings = limits.chunk, limits.rerotate, how
+        logits, cache = read_in_chunks(model, prepared, tokens, lengths, policy, reserve, *settings)
     return logits, cache if limits.cache_dtype is None else quantise(cache, limits.cache_dtype)
 
 

@@ -18,8 +18,16 @@ from kvec_jax.implementations import Implementations
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.models.transformer import Transformer
 from kvec_jax.policies.base import Observation, Policy
+from kvec_jax.rerotation import turn
 from kvec_jax.select import indices_of
 from kvec_jax.typing import Array
+
+
+def check_even(policy: Policy, config: ModelConfig, name: str) -> None:
+    """Raises an ``UnsupportedError`` unless all heads of all layers keep the same number of entries."""
+    even = isinstance(policy, Policy) and policy.scope == "head" and policy.budget.even
+    if not even or config.local_layers:
+        raise UnsupportedError(f"{name}: only for policies whose heads all keep the same number of entries")
 
 
 def check_rolling(policy: Policy, config: ModelConfig, name: str, tokens: int) -> None:
@@ -32,8 +40,7 @@ def check_rolling(policy: Policy, config: ModelConfig, name: str, tokens: int) -
     """
     if not isinstance(policy, Policy) or not getattr(policy.scorer, "repeatable", False):
         raise UnsupportedError(f"{name}: {_name(policy)} can't choose again among what it kept")
-    if policy.scope != "head" or not policy.budget.even or config.local_layers:
-        raise UnsupportedError(f"{name}: only for policies whose heads all keep the same number of entries")
+    check_even(policy, config, name)
     if tokens < policy.scorer.window:
         window = policy.scorer.window
         raise ValueError(f"{name}: expected at least {window} (the window of {_name(policy)}), got {tokens}")
@@ -43,7 +50,9 @@ def _name(policy) -> str:
     return getattr(policy, "name", repr(policy))
 
 
-def empty_cache(policy: Policy, config: ModelConfig, batch: int, rows: int, tail: int, dtype) -> CompressedKV:
+def empty_cache(
+    policy: Policy, config: ModelConfig, batch: int, rows: int, tail: int, dtype, rerotate: bool
+) -> CompressedKV:
     """A cache of nothing yet, with ``rows`` for each segment and room for ``tail`` tokens."""
     L, K, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
     pool, tails = jnp.zeros((batch, L * K * rows, D), dtype), jnp.zeros((L, batch, K, tail, D), dtype)
@@ -58,6 +67,7 @@ def empty_cache(policy: Policy, config: ModelConfig, batch: int, rows: int, tail
         tail_values=tails,
         tail_length=nothing,
         next_position=nothing,
+        shift=nothing if rerotate else None,
         recent=jnp.zeros((L, batch, config.num_attention_heads, policy.scorer.window, D), dtype),
         segment_rows=rows,
     )
@@ -67,7 +77,7 @@ def as_rolling(cache: CompressedKV, policy: Policy, config: ModelConfig, rows: i
     """A cache that the ``policy`` just made, with ``rows`` for each segment and an empty tail for ``tail`` tokens."""
     B, L, K = cache.counts.shape
     held = cache.segment_rows
-    start = empty_cache(policy, config, B, rows, tail, cache.keys.dtype)
+    start = empty_cache(policy, config, B, rows, tail, cache.keys.dtype, rerotate=False)
 
     def wider(pool):
         padding = [(0, 0)] * pool.ndim
@@ -75,7 +85,8 @@ def as_rolling(cache: CompressedKV, policy: Policy, config: ModelConfig, rows: i
         return jnp.pad(pool.reshape(B, L * K, held, *pool.shape[2:]), padding).reshape(B, L * K * rows, *pool.shape[2:])
 
     pool = {name: wider(getattr(cache, name)) for name in ("keys", "values", "positions")}
-    return dataclasses.replace(start, **pool, counts=cache.counts, next_position=cache.next_position)
+    same = dict(counts=cache.counts, next_position=cache.next_position, shift=cache.shift)
+    return dataclasses.replace(start, **pool, **same)
 
 
 def make_room(
@@ -100,7 +111,7 @@ def choose_again(
     totals: Array,
     how: Implementations,
 ) -> CompressedKV:
-    """Compresses pool and tail into the pool.
+    """Compresses pool and tail into the pool; where keys are turned to new positions (``cache.shift``), they are again.
 
     Args:
         model: The decoder.
@@ -147,6 +158,8 @@ def choose_again(
         kept = seen.best(policy.order(scores, lengths), places)
         index = jnp.minimum(indices_of(kept, S), keys.shape[2] - 1)
         chosen = [_take(x, index) for x in (keys, values, positions)]
+        if cache.shift is not None:  # an entry stood at the position of its place
+            chosen[0] = turn(config, chosen[0], jnp.arange(S) - index, layer)
         pool = [jnp.where(_like(which, new), new, old) for new, old in zip(chosen, pool, strict=True)]
         return None, (*pool, jnp.where(which[:, None], jnp.sum(kept, axis=-1, dtype=jnp.int32), held[:, None]))
 
@@ -154,12 +167,15 @@ def choose_again(
     tails = cache.tail_keys, cache.tail_values
     inputs = jnp.arange(L), model.layers, prepared, pool, tails, cache.recent, budgets, held
     _, (keys, values, positions, counts) = lax.scan(choose, None, inputs)
+    counts = jnp.moveaxis(counts, 0, 1)
+    shift = None if cache.shift is None else jnp.where(which, cache.next_position - counts[:, 0, 0], cache.shift)
     return dataclasses.replace(
         cache,
         keys=as_pool(keys),
         values=as_pool(values),
         positions=as_pool(positions),
-        counts=jnp.moveaxis(counts, 0, 1),
+        counts=counts,
+        shift=shift,
         tail_length=jnp.where(which, 0, cache.tail_length),
     )
 

@@ -169,8 +169,8 @@ def cut_at_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
     return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in ends), tokens)
 
 
-def pad_prompts(ids: list[list[int]], context: int) -> tuple[np.ndarray, np.ndarray]:
-    """Right-pads prompts to a bucket's length: int32 [B, T] and their lengths int32 [B]."""
+def pad_prompts(ids: list[list[int]], context: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Right-pads prompts to a bucket's length (``bucket``): int32 [B, T] and their lengths int32 [B]."""
     lengths = np.array([len(row) for row in ids], np.int32)
     tokens = np.zeros((len(ids), bucket(int(lengths.max()), context)), np.int32)
     for row, prompt in zip(tokens, ids, strict=True):
@@ -178,15 +178,16 @@ def pad_prompts(ids: list[list[int]], context: int) -> tuple[np.ndarray, np.ndar
     return tokens, lengths
 
 
-def bucket(length: int, context: int) -> int:
-    """The padded length for a prompt: a multiple of 64 that wastes at most a fifth, or the ``context``.
+def bucket(length: int, context: int | None) -> int:
+    """The padded length for a prompt: a multiple of 64 that wastes at most a fifth, or the ``context`` if there is one.
 
     Example:
         >>> bucket(5, 8192), bucket(1030, 8192), bucket(8000, 8192)
         (64, 1280, 8192)
     """
     step = max(64, 1 << max((length - 1).bit_length() - 3, 0))
-    return min(round_up(length, step), max(context, length))
+    padded = round_up(length, step)
+    return padded if context is None else min(padded, max(context, length))
 
 
 def round_up(value: int, step: int) -> int:

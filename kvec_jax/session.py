@@ -21,7 +21,7 @@ from kvec_jax.forms import Driven
 from kvec_jax.generate import check_key, end_tokens, read_prompts, room_maker
 from kvec_jax.identity import ModelIdentity, identity_of
 from kvec_jax.implementations import Implementations, resolve
-from kvec_jax.limits import check_limits
+from kvec_jax.limits import Limits, check_limits, check_positions
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.models.transformer import Transformer
 from kvec_jax.placement import place_rows, whole
@@ -85,6 +85,7 @@ class LanguageModel:
         chunk: int | None = None,
         tail: int | None = None,
         cache_dtype: str | None = None,
+        rerotate: bool = False,
         implementation: Implementation | Implementations = None,
     ) -> Output | list[Output]:
         """Reads a prompt, keeps what the policy chooses of its cache, and generates.
@@ -106,6 +107,8 @@ class LanguageModel:
             tail: Generated tokens to hold beside what was kept, so that memory doesn't grow with the text; see
                 ``kvec_jax.generate``.
             cache_dtype: ``"int8"`` or ``"int4"``: how kept rows are stored; see ``kvec_jax.prefill``.
+            rerotate: Whether kept entries move to the first positions, so that with ``chunk`` and ``tail`` prompt and
+                text may be longer than the model's context; see ``kvec_jax.prefill``.
             implementation: How operations are carried out, see ``prefill``.
 
         Returns:
@@ -125,11 +128,12 @@ class LanguageModel:
         if not isinstance(prompt, Sequence):
             raise TypeError(f"prompt: expected a string, chat messages, or a list of either, got {prompt!r}")
         ids = [self.encode(p) for p in ([prompt] if single else prompt)]
-        self._check_lengths(ids, max_new_tokens)
-        tokens, lengths = pad_prompts(ids, self.config.max_position_embeddings)
         key = check_key(sampler, key, len(ids))
         ends = end_tokens(self.model, eos_token_ids)
-        limits = check_limits(policy, self.config, chunk=chunk, tail=tail, cache_dtype=cache_dtype)
+        asked = dict(chunk=chunk, tail=tail, cache_dtype=cache_dtype, rerotate=rerotate)
+        limits = check_limits(policy, self.config, **asked)
+        self._check_lengths(ids, max_new_tokens, policy, limits)
+        tokens, lengths = pad_prompts(ids, None if limits.rerotate else self.config.max_position_embeddings)
         hears = listeners(self.tokenizer, stream, single, len(ids), ends)
         if isinstance(policy, Driven):
             if implementation not in (None, "xla"):
@@ -160,6 +164,7 @@ class LanguageModel:
         chat: bool | None = None,
         chunk: int | None = None,
         cache_dtype: str | None = None,
+        rerotate: bool = False,
         implementation: Implementation | Implementations = None,
     ) -> Context:
         """Reads a document once, and keeps what the policy chooses of its cache, to be asked about later.
@@ -174,6 +179,8 @@ class LanguageModel:
                 does where the model has a chat template.
             chunk: Tokens to read at a time, see ``kvec_jax.prefill``.
             cache_dtype: ``"int8"`` or ``"int4"``: how kept rows are stored; see ``kvec_jax.prefill``.
+            rerotate: Whether kept entries move to the first positions, so that with ``chunk`` the document may be
+                longer than the model's context; see ``kvec_jax.prefill``.
             implementation: How operations are carried out, see ``prefill``.
 
         Returns:
@@ -182,7 +189,7 @@ class LanguageModel:
         Raises:
             TypeError, ValueError: For arguments that can't be, such as a document beyond the model's context.
         """
-        settings = dict(chunk=chunk, cache_dtype=cache_dtype, implementation=implementation)
+        settings = dict(chunk=chunk, cache_dtype=cache_dtype, rerotate=rerotate, implementation=implementation)
         return contexts.compress(self, document, policy, chat, **settings)
 
     def extend(
@@ -245,18 +252,14 @@ class LanguageModel:
         settings = max_new_tokens, sampler, key, stream, eos_token_ids, implementation
         return contexts.ask(self, context, question, *settings)
 
-    def _check_lengths(self, ids: list[list[int]], max_new_tokens: int) -> None:
+    def _check_lengths(self, ids: list[list[int]], max_new_tokens: int, policy, limits: Limits) -> None:
         if not ids:
             raise ValueError("prompt: expected at least one prompt, got an empty list")
-        context = self.config.max_position_embeddings
         for i, row in enumerate(ids):
             if not row:
                 raise ValueError(f"prompt: expected at least one token, got an empty prompt (number {i})")
-            if len(row) + max_new_tokens - 1 > context:
-                raise ValueError(
-                    f"prompt: {len(row)} tokens and {max_new_tokens} new ones (number {i}) are more than "
-                    f"the model's context of {context}; chunk saves memory, and doesn't change that"
-                )
+            name = "prompt" if len(ids) == 1 else f"prompt (number {i})"
+            check_positions(name, limits, policy, self.config, len(row), max_new_tokens)
 
     def _costs(self, cache: CompressedKV, lengths: np.ndarray, padded: int) -> list[dict]:
         kept = whole(cache.counts).sum(axis=(1, 2))

@@ -14,6 +14,7 @@ from kvec_jax.arguments import check_count
 from kvec_jax.cache import CompressedKV
 from kvec_jax.checks import check_model, check_tokens
 from kvec_jax.keeping import Keeper, Plan, keeper
+from kvec_jax.limits import Limits, check_positions
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.models.transformer import Transformer
 from kvec_jax.placement import place_rows
@@ -64,6 +65,7 @@ def sweep(
             )
     check_count("reserve", reserve, 0)
     tokens, lengths = check_tokens(model.config, tokens, lengths)
+    check_positions("tokens", Limits(), policies[0], model.config, tokens.shape[1])
     tokens, lengths = place_rows(model.mesh, tokens=tokens, lengths=lengths)
     prepared = tuple(prepare(policy, model) for policy in policies)
     return _sweep(model, prepared, tokens, lengths, policies, reserve)

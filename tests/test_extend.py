@@ -126,5 +126,5 @@ def test_bad_calls(name):
 def test_beyond_the_context():
     model, _ = model_of(max_position_embeddings=64)
     _, cache = kv.prefill(model, *batch(LENGTHS, T), POLICIES["snapkv"], reserve=10)
-    with pytest.raises(ValueError, match=r"expected at most 64 tokens in all \(the model's context\), got 65"):
+    with pytest.raises(ValueError, match=r"expected at most 64 positions in all \(the model's context\), got 65"):
         kv.extend(model, cache, jnp.asarray(NEW[:, :5]))

@@ -180,7 +180,7 @@ FAULTS = {
     "beyond the context": (
         np.ones((1, 2049), np.int32),
         [9],
-        r"expected at most 2048 \(the model's context\), got 2049",
+        "tokens: 2049 tokens take 2049 positions, more than the model's context of 2048",
     ),
     "empty prompt": (TOKENS, [8, 0], "lengths: expected 1 to 8, got 0"),
     "length beyond T": (TOKENS, [9, 8], "lengths: expected 1 to 8, got 8 to 9"),

@@ -141,7 +141,7 @@ def test_every_policy(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [dict(cache_dtype="int4"), dict(chunk=32)])
+@pytest.mark.parametrize("options", [dict(cache_dtype="int4"), dict(chunk=32, rerotate=True)])
 def test_options_of_prefill(options):
     policy = kv.TOVA(16) if "chunk" in options else POLICIES["laprox"]
     many = sharded("llama", "data 2, tensor 4")
