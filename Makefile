@@ -14,7 +14,7 @@ help:
 	@echo "make test-all     the slow tests too"
 	@echo "make test-aot     install compilers for TPU and GPU into $(VENV)-aot, compile every kernel for chips that aren't here"
 	@echo "make test-aot-all at every size"
-	@echo "make notebooks  run all notebooks with a tiny model"
+	@echo "make notebooks  run the notebooks and the documentation's code with a tiny model"
 	@echo "make docs     build the documentation into site/, strictly"
 	@echo "make test-device  the tests that need a TPU or GPU"
 	@echo "make lint | format | bench | clean"
@@ -33,7 +33,7 @@ test-all: lint
 	@$(BIN)/python -m pytest -m "not device and not aot_tpu and not aot_gpu" $(PYTEST_ARGS)
 
 notebooks: $(VENV)/.test
-	@echo "==> Notebooks"
+	@echo "==> Notebooks and the documentation's code"
 	@$(BIN)/python -m pytest -n 2 -m notebook tests/test_documents.py $(PYTEST_ARGS)
 
 docs: $(VENV)/.made pyproject.toml

@@ -27,7 +27,10 @@ def check_even(policy: Policy, config: ModelConfig, name: str) -> None:
     """Raises an ``UnsupportedError`` unless all heads of all layers keep the same number of entries."""
     even = isinstance(policy, Policy) and policy.scope == "head" and policy.budget.even
     if not even or config.local_layers:
-        raise UnsupportedError(f"{name}: only for policies whose heads all keep the same number of entries")
+        who = "models with local layers" if even else _name(policy)
+        raise UnsupportedError(
+            f"{name}: only for policies whose heads all keep the same number of entries, not for {who}"
+        )
 
 
 def check_rolling(policy: Policy, config: ModelConfig, name: str, tokens: int) -> None:

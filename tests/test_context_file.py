@@ -1,5 +1,6 @@
 """Contexts as files: the same answers from another process, and a clear error for every damaged or foreign file."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -39,7 +40,7 @@ def answer(context):
 
 @functools.cache
 def compressed(document: str = DOCUMENT) -> kv.Context:
-    return lm().compress(document, kv.LaProx(48, window=8))
+    return lm().compress(document, dataclasses.replace(kv.KNorm(48), scope="layer"))
 
 
 @pytest.fixture

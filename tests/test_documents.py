@@ -50,6 +50,7 @@ def run(code, name, names):
     exec(compile(code, name, "exec"), names)
 
 
+@pytest.mark.notebook
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_of_a_page_runs(page, elsewhere, capsys):
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)

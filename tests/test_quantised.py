@@ -121,7 +121,7 @@ def test_rows_that_share_a_pool():
 
 def test_prompts_are_read_into_fewer_bits():
     model, _ = model_of()
-    arguments = model, *batch((37, 60), 64), kv.LaProx(24, window=8)
+    arguments = model, *batch((37, 60), 64), dataclasses.replace(kv.KNorm(24), scope="layer")
     _, whole = kv.prefill(*arguments, reserve=4)
     _, small = kv.prefill(*arguments, reserve=4, cache_dtype="int8")
     again = kv.quantise(whole, "int8")

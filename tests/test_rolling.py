@@ -144,7 +144,7 @@ def test_what_was_read_in_chunks_goes_on():
     model, w = model_of()
     logits, _ = kv.extend(model, chunked("snapkv")[1], jnp.array([[7, 8]] * 3), all_logits=True)
     for row, length in enumerate(LENGTHS):
-        alone, cache = kv.prefill(model, *batch((length,), length), POLICIES["snapkv"], reserve=4, chunk=CHUNK)
+        alone, cache = kv.prefill(model, *batch((length,), T), POLICIES["snapkv"], reserve=4, chunk=CHUNK)
         single, _ = kv.extend(model, cache, jnp.array([[7, 8]]), all_logits=True)
         np.testing.assert_allclose(logits[row], single[0], atol=1e-4)
         np.testing.assert_allclose(chunked("snapkv")[0][row], alone[0], atol=1e-4)

@@ -42,6 +42,7 @@ def test_equals_separate_prefills():
     check_same(model_of()[0], 128, POLICIES, [128, 70, 33], 1e-5)
 
 
+@pytest.mark.slow
 def test_equals_separate_prefills_with_local_layers():
     model = model_of(1, local_layers=(0, 2), sliding_window=24)[0]
     check_same(model, 96, [kv.FullCache(), kv.KVec(40), kv.LaProx(40)], [96, 50], 1e-5)

@@ -28,7 +28,6 @@ def results(tmp_path_factory):
         ("full", None, kv.FullCache()),
         ("whole", 1.0, WHOLE),
         ("few", 0.25, FEW),
-        ("snapkv", 40, kv.SnapKV(40)),
     ]
     settings = Settings(protocols=("aware", "agnostic"), batch=2)
     evaluate(language_model(), folder, tasks(), [Trial(*each) for each in policies], settings)

@@ -108,7 +108,10 @@ def test_the_memory_of_what_is_gone_is_given_back(name):
     assert cache.nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
 
 
-@every_policy
+# One of each way to score, to choose and to store.
+@some(
+    CASES, slow=[name for name in CASES if name not in ("full", "snapkv", "kvec", "laprox", "criticalkv", "expected")]
+)
 def test_bfloat16(name):
     model, _ = model_of(dtype=jnp.bfloat16)
     logits, cache = kv.prefill(model, *batch(LENGTHS, T), CASES[name].policy, reserve=3)
