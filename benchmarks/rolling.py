@@ -3,7 +3,8 @@
 Prints the process's memory as the text grows, and then the text itself, to be read, with the share of its runs of four
 words that occur once. ``--tail 0`` keeps all that is generated, for comparison. With ``--chunk`` the prompt is
 compressed while it is read, so that it may be long too; "most so far" then shows what reading it took. With
-``--rerotate`` prompt and text may be longer than the model's context.
+``--rerotate`` prompt and text may be longer than the model's context. Without a repetition penalty a small model
+that may not stop goes round in circles, whatever is kept.
 """
 
 import argparse
@@ -37,7 +38,9 @@ def main() -> None:
         _messages(lm, options.tokens),
         policy=make_policy(options.policy, options.budget),
         max_new_tokens=options.new,
-        sampler=kv.Sample(temperature=0.8, top_p=0.95),
+        sampler=kv.Sample(
+            temperature=0.8, top_p=0.95, repetition_penalty=options.repetition_penalty, repetition_window=256
+        ),
         key=jax.random.key(options.seed),
         stream=watch,
         eos_token_ids=(),
@@ -98,6 +101,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--policy", default="snapkv")
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--tail", type=int, default=512)
+    parser.add_argument("--repetition-penalty", type=float, default=1.1, help="1: none (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

@@ -57,6 +57,12 @@ def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
     parser.add_argument("--top-p", type=float, metavar="P", help="sample from the most likely, together P")
     parser.add_argument("--min-p", type=float, metavar="P", help="sample from those at least P times the best")
+    parser.add_argument(
+        "--repetition-penalty", type=float, metavar="P", help="such as 1.1: makes what was written already less likely"
+    )
+    parser.add_argument(
+        "--repetition-window", type=int, metavar="N", help="such as 256: for the last N tokens only (default: for all)"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (default: %(default)s)")
     parser.add_argument("--stream", action="store_true", help="write the text as it comes")
 
@@ -108,12 +114,13 @@ def sampler_of(arguments: argparse.Namespace):
     check_count("--max-new-tokens", arguments.max_new_tokens, 1)
     limits = {name: getattr(arguments, name) for name in ("top_k", "top_p", "min_p")}
     limits = {name: value for name, value in limits.items() if value is not None}
+    penalty = dict(repetition_penalty=arguments.repetition_penalty, repetition_window=arguments.repetition_window)
     if arguments.temperature:
-        return kv.Sample(temperature=arguments.temperature, **limits)
+        return kv.Sample(temperature=arguments.temperature, **penalty, **limits)
     if limits:
         flag = "--" + next(iter(limits)).replace("_", "-")
         raise ValueError(f"{flag} needs a --temperature above 0")
-    return kv.Greedy()
+    return kv.Greedy(**penalty)
 
 
 def read_text(path: str) -> str:

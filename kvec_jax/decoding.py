@@ -71,6 +71,7 @@ def advance(
         lengths = jnp.where(state.done, 0, 1)  # a row that is done stands still
         cache = state.cache if make_room is None else make_room(state.cache, lengths)
         logits, cache = run_extend(model, cache, newest[:, None], lengths, how=how)
+        logits = sampler.penalise(logits, state.tokens, state.count)
         chosen = choose_tokens(sampler, key, logits, cache.next_position)
         token = jnp.where(state.done, newest, chosen)
         return DecodeState(

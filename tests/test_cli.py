@@ -93,6 +93,8 @@ def test_generate_raw_prompt_and_sampling(fake, capsys, monkeypatch):
     prompt, arguments = fake.calls[0]
     assert prompt == "Once upon"
     assert arguments["sampler"] == kv.Sample(temperature=0.7, top_p=0.9)
+    run(capsys, "generate", "x", "--repetition-penalty", "1.1", "--repetition-window", "9")
+    assert fake.calls[1][1]["sampler"] == kv.Greedy(repetition_penalty=1.1, repetition_window=9)
 
 
 def test_generate_takes_every_policy_by_name(fake, capsys):
@@ -136,6 +138,7 @@ def test_generate_passes_on_settings(fake, capsys):
         (["calibrate", "x", "--out", "a.json", "--text", "no/such/file"], "no/such/file: no such file"),
         (["generate", "x", "--top-k", "5"], "--top-k needs a --temperature above 0"),
         (["generate", "x", "--temperature", "-1"], "temperature"),
+        (["generate", "x", "--repetition-penalty", "0"], "repetition_penalty: expected above 0, got 0.0"),
         (["generate", "x", "--file", "no/such/file"], "no/such/file: no such file"),
         (["generate", "x", "--file", "."], ".: is a directory"),
         (["demo", "--tokens", "7"], "tokens: expected at least 100, got 7"),

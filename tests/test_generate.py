@@ -144,6 +144,23 @@ def test_sampling_follows_the_key_and_each_row_its_own():
     assert len({tuple(row) for row in same.tolist()}) == 3  # one key for all still gives every row its own
 
 
+def test_a_repetition_penalty_counts_what_was_written_lately_and_not_the_prompt():
+    model, logits, cache = prefilled()
+    written = []
+    for _ in range(12):
+        scores = np.asarray(logits, np.float64)
+        for row in range(3):
+            seen = list({int(tokens[row]) for tokens in written[-4:]})
+            scores[row, seen] = np.where(scores[row, seen] > 0, scores[row, seen] / 1.5, scores[row, seen] * 1.5)
+        written.append(scores.argmax(axis=-1))
+        logits, cache = kv.extend(model, cache, jnp.asarray(written[-1])[:, None])
+    model, logits, cache = prefilled()
+    sampler = kv.Greedy(repetition_penalty=1.5, repetition_window=4)
+    tokens, _ = kv.decode(model, cache, logits, sampler, max_new_tokens=12, eos_token_ids=NO_END)
+    np.testing.assert_array_equal(tokens, np.stack(written, axis=1))
+    assert (np.asarray(tokens) != generated("snapkv")[:, :12]).any()
+
+
 def test_what_varies_between_calls_does_not_compile_again():
     model, _ = model_of()
     policy = POLICIES["snapkv"][0]

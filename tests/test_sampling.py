@@ -108,11 +108,43 @@ def test_numbers_do_not_compile_again():
     assert len(traced) == 1
 
 
+def penalised(logits, written, penalty):
+    """Token by token, as CTRL's section 4.1 has it with Hugging Face's form for logits below 0."""
+    logits = logits.astype(np.float64)
+    for row, tokens in enumerate(written):
+        for token in set(tokens):
+            logits[row, token] *= penalty if logits[row, token] < 0 else 1 / penalty
+    return logits
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3, 0.5])
+@pytest.mark.parametrize("window", [None, 1, 2, 4, 99])
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_repetition_penalty(penalty, window, count):
+    written = np.random.default_rng(1).integers(50, size=(4, 6))
+    written[:, count:] = written[:, count - 1 : count]
+    sampler = kv.Greedy(repetition_penalty=penalty, repetition_window=window)
+    got = jax.jit(lambda sampler, count: sampler.penalise(LOGITS, written, count))(sampler, count)
+    lately = written[:, max(count - (window or count), 0) : count]
+    np.testing.assert_allclose(got, penalised(LOGITS, lately, penalty), rtol=1e-6)
+
+
+def test_without_a_penalty_the_logits_stay():
+    assert kv.Sample().penalise(LOGITS, np.zeros((4, 6), np.int32), 1) is LOGITS
+
+
+def test_a_window_of_no_penalty():
+    with pytest.raises(ValueError, match="repetition_window: needs a repetition_penalty, such as 1.1"):
+        kv.Greedy(repetition_window=256)
+
+
 @pytest.mark.parametrize(
     "field, value",
     [("temperature", 0), ("temperature", -1.0), ("temperature", float("nan")), ("top_k", -1), ("top_k", 1.5)]
     + [("top_p", 0), ("top_p", 1.01), ("min_p", -0.1), ("min_p", 2)]
-    + [("temperature", "hot"), ("top_k", None), ("top_p", "x")],
+    + [("temperature", "hot"), ("top_k", None), ("top_p", "x")]
+    + [("repetition_penalty", 0.0), ("repetition_penalty", float("inf")), ("repetition_penalty", "high")]
+    + [("repetition_window", 0), ("repetition_window", 2.5)],
 )
 def test_a_setting_out_of_range_is_named(field, value):
     with pytest.raises((TypeError, ValueError), match=f"{field}: expected .*, got {value!r}"):

@@ -165,7 +165,7 @@ def test_sweep():
 def test_generate_with_random_keys(tail):
     tokens, lengths = batch(LENGTHS, 93)
     settings = dict(max_new_tokens=20, key=jax.random.key(3), eos_token_ids=(7, 9), tail=tail)
-    policy, sampler = kv.TOVA(16), kv.Sample(temperature=0.8, top_k=50)
+    policy, sampler = kv.TOVA(16), kv.Sample(temperature=0.8, top_k=50, repetition_penalty=1.3)
     wanted = kv.generate(model_of(), tokens, lengths, policy, sampler, **settings)
     found = kv.generate(sharded("llama", "data 2, tensor 4"), tokens, lengths, policy, sampler, **settings)
     np.testing.assert_array_equal(found, wanted)

@@ -193,10 +193,9 @@ class TieredDecoder:
         keys = [keys[self._rows(micro_batch)] for micro_batch in self.micro_batches]
         tell = self._progress("writing tokens", until)
         while state.count < until and not state.done.all():
-            newest = state.tokens[:, -1]
-            hidden = self.step(newest, state.done)
+            hidden = self.step(state.tokens[:, -1], state.done)
             pieces = [
-                self._choose(micro_batch, h, sampler, mine, newest, state.done, ends)
+                self._choose(micro_batch, h, sampler, mine, state, ends)
                 for micro_batch, h, mine in zip(self.micro_batches, hidden, keys, strict=True)
             ]
             chosen, done = (np.concatenate([np.asarray(x) for x in column]) for column in zip(*pieces))
@@ -206,10 +205,11 @@ class TieredDecoder:
             tell(state.count)
         return state
 
-    def _choose(self, micro_batch: MicroBatch, hidden, sampler, keys, newest, done, ends):
+    def _choose(self, micro_batch: MicroBatch, hidden, sampler, keys, state: HostState, ends):
         mine = self._rows(micro_batch)
         inputs = hidden, sampler, keys, micro_batch.resident.next_position
-        return programs.next_tokens(self._model, *inputs, jnp.asarray(newest[mine]), jnp.asarray(done[mine]), ends)
+        written, done = jnp.asarray(state.tokens[mine]), jnp.asarray(state.done[mine])
+        return programs.next_tokens(self._model, *inputs, written, jnp.int32(state.count), done, ends)
 
     @staticmethod
     def _rows(micro_batch: MicroBatch) -> slice:

@@ -213,11 +213,23 @@ def begin(logits: Array, sampler, key: Array, positions: Array, ends) -> tuple[A
 
 @functools.partial(jax.jit, static_argnames="ends")
 def next_tokens(
-    model: Transformer, hidden: Array, sampler, keys: Array, positions: Array, newest: Array, done: Array, ends
+    model: Transformer,
+    hidden: Array,
+    sampler,
+    keys: Array,
+    positions: Array,
+    written: Array,
+    count: Array,
+    done: Array,
+    ends,
 ) -> tuple[Array, Array]:
-    """Tokens int32 [B] after ``hidden`` [B, M], at ``positions`` [B], and which rows are done; those that were stay."""
-    chosen = choose_tokens(sampler, keys, model.unembed(hidden), positions)
-    tokens = jnp.where(done, newest, chosen)
+    """Tokens int32 [B] after ``hidden`` [B, M], at ``positions`` [B], and which rows are done; those that were stay.
+
+    ``written`` int32 [B, S] holds the ``count`` tokens so far, and each row's newest in all other places.
+    """
+    logits = sampler.penalise(model.unembed(hidden), written, count)
+    chosen = choose_tokens(sampler, keys, logits, positions)
+    tokens = jnp.where(done, written[:, -1], chosen)
     return tokens, done | is_end(tokens, ends)
 
 

@@ -60,12 +60,11 @@ def write_text(
     """``LanguageModel.generate`` over tiers, from padded ``tokens`` [B, T] and ``lengths`` [B] on."""
     run, compiled = Run(), compiled_seconds()
     began = time.perf_counter()
-    logits, decoder = read_prompts(
-        lm.model, jnp.asarray(tokens), jnp.asarray(lengths), policy, round_up(max_new_tokens, 64)
-    )
+    capacity = round_up(max_new_tokens, 64)
+    logits, decoder = read_prompts(lm.model, jnp.asarray(tokens), jnp.asarray(lengths), policy, capacity)
     with decoder:
         kept = decoder.kept()
-        state = decoder.begin(logits, sampler, key, max_new_tokens, ends)
+        state = decoder.begin(logits, sampler, key, capacity, ends)
         run.compile_seconds = compiled_seconds() - compiled
         run.prefill_seconds = time.perf_counter() - began - run.compile_seconds
         state = run.decode(

@@ -124,7 +124,10 @@ def test_on_top_of_an_eviction_policy():
         np.testing.assert_allclose(logits[:, step], other, atol=2e-4)
 
 
-@pytest.mark.parametrize("sampler", [kv.Greedy(), kv.Sample(temperature=0.8)], ids=["greedy", "sample"])
+SAMPLERS = {"greedy": kv.Greedy(), "sample": kv.Sample(temperature=0.8, repetition_penalty=1.5, repetition_window=3)}
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
 def test_generates_what_the_full_cache_does(sampler):
     model, _ = model_of(dtype=jnp.float32)
     tokens, lengths = batch(LENGTHS, T)
