@@ -31,8 +31,10 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
         raise FileNotFoundError(errno.ENOENT, "there is no such folder to write in", str(path.parent))
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     open(unfinished, "wb").close()  # where that can't be done, it is known before anything else
+    mode = unfinished.stat().st_mode
     try:
         yield unfinished
+        os.chmod(unfinished, mode)  # some libraries put a file of their own there, which only its owner may read
         with open(unfinished, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(unfinished, path)

@@ -199,9 +199,17 @@ def check_key(sampler: Sampler, key: Array | None, batch: int) -> Array:
         if isinstance(sampler, Sample):
             raise ValueError("key: Sample needs a random key, e.g. jax.random.key(0)")
         return jax.random.key(0)
+    if _is_legacy(key):
+        key = jax.random.wrap_key_data(key)
     if not jnp.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key) or key.shape not in ((), (batch,)):
         raise ValueError(f"key: expected one jax.random.key, or {batch}, got {key!r}")
     return key
+
+
+def _is_legacy(key) -> bool:
+    """Whether it is what ``jax.random.PRNGKey`` gives, or several of them."""
+    size = jax.random.key_data(jax.random.key(0)).shape
+    return getattr(key, "dtype", None) == jnp.uint32 and key.shape[-1:] == size
 
 
 def end_tokens(model: Transformer, eos_token_ids) -> tuple[int, ...]:

@@ -151,6 +151,12 @@ def test_a_failed_save_leaves_the_old_file(saved, monkeypatch):
     assert saved.read_bytes() == before and os.listdir(saved.parent) == ["fox.kv"]
 
 
+def test_whoever_may_read_new_files_may_read_a_context(saved, tmp_path):
+    new = tmp_path / "new"
+    new.touch()
+    assert saved.stat().st_mode == new.stat().st_mode
+
+
 def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(OSError, match="no"):
         compressed().save(tmp_path / "no" / "fox.kv")

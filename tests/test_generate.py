@@ -144,6 +144,16 @@ def test_sampling_follows_the_key_and_each_row_its_own():
     assert len({tuple(row) for row in same.tolist()}) == 3  # one key for all still gives every row its own
 
 
+def test_keys_of_both_kinds_draw_the_same():
+    tokens, lengths = batch(LENGTHS, T)
+    for seeds in (5, np.arange(3)):
+        keys = [
+            (kind if np.ndim(seeds) == 0 else jax.vmap(kind))(seeds) for kind in (jax.random.key, jax.random.PRNGKey)
+        ]
+        assert keys[1].dtype == jnp.uint32
+        np.testing.assert_array_equal(*(sampled(tokens, lengths, key) for key in keys))
+
+
 def test_a_repetition_penalty_counts_what_was_written_lately_and_not_the_prompt():
     model, logits, cache = prefilled()
     written = []
@@ -193,6 +203,7 @@ CALLS = {
     "a class for a sampler": (dict(sampler=kv.Greedy), "sampler: expected Greedy"),
     "sampling without a key": (dict(sampler=kv.Sample()), "key: Sample needs a random key"),
     "a number for a key": (dict(sampler=kv.Sample(), key=0), "key: expected one jax.random.key"),
+    "half a key": (dict(sampler=kv.Sample(), key=jnp.zeros(1, jnp.uint32)), "key: expected one jax.random.key"),
     "too few keys": (dict(sampler=kv.Sample(), key=jax.random.split(jax.random.key(0), 2)), "key: expected one"),
     "policy": (dict(policy="snapkv"), "policy: expected a Policy"),
     "one end token": (dict(eos_token_ids=2), "eos_token_ids: expected"),

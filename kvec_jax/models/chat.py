@@ -48,7 +48,8 @@ def render_chat(
             **{"tools": None, "documents": None, **variables},
         )
     except (jinja2.TemplateError, TypeError) as error:  # a TypeError where a template takes a part for a text
-        raise ValueError(f"the chat template can't render these messages: {error}") from error
+        parts = [f"; messages[{i}]: {_kind(message)}" for i, message in enumerate(messages) if _kind(message)]
+        raise ValueError(f"the chat template can't render these messages: {error}{''.join(parts[:1])}") from error
 
 
 def _check(messages) -> None:
@@ -63,6 +64,14 @@ def _check(messages) -> None:
             raise ValueError(f"messages[{i}]: the {message['role']} message has no 'content'")
         if not isinstance(message.get("content"), str | Sequence | None):
             raise ValueError(f"messages[{i}]: expected a text as 'content', got {message['content']!r}")
+
+
+def _kind(message: Mapping) -> str:
+    """What a template for plain text may not know; nothing where there is only that."""
+    for name in ("role", "content"):
+        if name in message and not isinstance(message[name], str):
+            return f"{name!r} is of type {type(message[name]).__name__}, which not every model's template takes"
+    return ""
 
 
 @functools.lru_cache(maxsize=16)

@@ -39,6 +39,12 @@ def test_refusal_of_the_template():
         render_chat(TURNS, [{"role": "tool", "content": "x"}])
 
 
+def test_a_template_for_text_alone_says_which_message_has_more():
+    parts = [{"type": "text", "text": "hello"}]
+    with pytest.raises(ValueError, match=r"can't render these messages: .*; messages\[1\]: 'content' is of type list"):
+        render_chat("{% for m in messages %}{{ m.role + m.content }}{% endfor %}", [user("a"), user(parts)])
+
+
 def test_template_that_is_no_template():
     with pytest.raises(ValueError, match="can't render"):
         render_chat("{% for %}", [user("a")])
