@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvec_jax.arguments import check_count
+from kvec_jax.arguments import check_count, check_flag
 from kvec_jax.cache import CompressedKV
 from kvec_jax.checks import check_policy, check_same_mesh
 from kvec_jax.decoding import DecodeState, advance, begin
@@ -81,6 +81,7 @@ def compress(lm, document: str | Sequence[dict], policy: Policy, chat: bool | No
     """``LanguageModel.compress``."""
     check_policy(policy)
     chat = lm.tokenizer.chat_template is not None if chat is None else chat
+    check_flag("chat", chat)
     ids = _document_tokens(lm.tokenizer, document, chat)
     asked = {name: value for name, value in settings.items() if name != "implementation"}
     limits = check_limits(policy, lm.config, **asked)

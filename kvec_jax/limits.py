@@ -4,7 +4,7 @@ import dataclasses
 import numbers
 from typing import Any
 
-from kvec_jax.arguments import check_choice, check_count
+from kvec_jax.arguments import check_choice, check_count, check_flag
 from kvec_jax.errors import UnsupportedError
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.policies.base import Policy
@@ -51,8 +51,7 @@ def check_limits(policy: Policy, config: ModelConfig, **limits) -> Limits:
         if tokens is not None:
             check_count(name, tokens, 1)
             check_rolling(policy, config, name, tokens)
-    if not isinstance(limits.rerotate, bool):
-        raise TypeError(f"rerotate: expected True or False, got {limits.rerotate!r}")
+    check_flag("rerotate", limits.rerotate)
     if limits.rerotate:
         check_even(policy, config, "rerotate")
     if limits.tail is not None:

@@ -138,6 +138,7 @@ def test_generate_passes_on_settings(fake, capsys):
         (["calibrate", "x", "--out", "a.json", "--text", "no/such/file"], "no/such/file: no such file"),
         (["generate", "x", "--top-k", "5"], "--top-k needs a --temperature above 0"),
         (["generate", "x", "--temperature", "-1"], "temperature"),
+        (["generate", "x", "--policy", "expected", "--set", "covariance=no"], "covariance: expected True or False"),
         (["generate", "x", "--repetition-penalty", "0"], "repetition_penalty: expected above 0, got 0.0"),
         (["generate", "x", "--file", "no/such/file"], "no/such/file: no such file"),
         (["generate", "x", "--file", "."], ".: is a directory"),

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from kvec_jax.arguments import check_flag
 from kvec_jax.policies.base import Observation, Policy, Stateless
 from kvec_jax.typing import Array
 
@@ -35,6 +36,9 @@ class ReceivedAttention(Stateless):
     """Attention that an entry receives from all tokens of the prompt, block by block of queries."""
 
     per_query: bool = True
+
+    def __post_init__(self):
+        check_flag("per_query", self.per_query)
 
     def score(self, seen: Observation, carry: None) -> tuple[Array, None]:
         """Sum over the queries, mean over the group, float32 [B, K, T]."""

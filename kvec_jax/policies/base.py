@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvec_jax.arguments import check_choice, check_count
+from kvec_jax.arguments import check_choice, check_count, check_share
 from kvec_jax.implementations import Implementations
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.policies.budgets import BudgetRule, Even
@@ -261,8 +261,7 @@ class Policy:
             raise TypeError(f"scorer: expected a scorer such as kvec_jax.WindowAttention(), got {self.scorer!r}")
         check_choice("scope", self.scope, ("head", "layer", "model"))
         check_count("sinks", self.sinks, 0)
-        if not 0 <= self.floor <= 1:
-            raise ValueError(f"floor: expected a share in [0, 1], got {self.floor!r}")
+        check_share("floor", self.floor)
         tokens, always = self.budget.tokens, self.scorer.window + self.sinks
         if isinstance(tokens, numbers.Integral) and tokens < always:
             raise ValueError(

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvec_jax.arguments import check_count, check_kernel
+from kvec_jax.arguments import check_count, check_kernel, check_number
 from kvec_jax.policies.base import Observation, Policy, Scores, Stateless
 from kvec_jax.policies.budgets import Even, largest_remainder, most_tokens, resolve_tokens, settle
 from kvec_jax.scores import pool_scores
@@ -24,6 +24,9 @@ class ShiftingAttention(Stateless):
     def __post_init__(self):
         check_count("window", self.window, 2)
         check_kernel("kernel", self.kernel)
+        check_number("gamma", self.gamma, 0)
+        check_number("tau1", self.tau1, 0, above=True)
+        check_number("tau2", self.tau2, 0, above=True)
 
     def score(self, seen: Observation, carry: None) -> tuple[Scores, None]:
         """Pooled indicator float32 [B, K, T], and the layer's preference [B]."""

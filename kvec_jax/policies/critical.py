@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from kvec_jax.arguments import check_number, check_share
 from kvec_jax.policies.base import Observation, Policy, Scorer, Scores
 from kvec_jax.policies.snapkv import WindowAttention
 from kvec_jax.typing import Array
@@ -23,8 +24,8 @@ class OutputAware:
     epsilon: float = 1e-4
 
     def __post_init__(self):
-        if not 0 <= self.first_share <= 1:
-            raise ValueError(f"first_share: expected a share in [0, 1], got {self.first_share!r}")
+        check_share("first_share", self.first_share)
+        check_number("epsilon", self.epsilon, 0)
 
     @property
     def window(self) -> int:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvec_jax.arguments import check_count
+from kvec_jax.arguments import check_count, check_flag, check_number
 from kvec_jax.models.rope import angles, rotate
 from kvec_jax.policies.base import Observation, Policy, Stateless
 from kvec_jax.typing import Array
@@ -25,6 +25,9 @@ class FutureAttention(Stateless):
 
     def __post_init__(self):
         check_count("future", self.future, 1)
+        check_flag("covariance", self.covariance)
+        check_flag("value_norm", self.value_norm)
+        check_number("epsilon", self.epsilon, 0)
 
     def score(self, seen: Observation, carry: None) -> tuple[Array, None]:
         """Expected attention, times the norm of the value if asked, float32 [B, K, T]."""

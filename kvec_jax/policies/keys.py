@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvec_jax.arguments import check_count
 from kvec_jax.policies.base import Observation, Policy, Stateless
 from kvec_jax.typing import Array
 
@@ -42,6 +43,9 @@ class Chance(Stateless):
     """Scores by chance; an entry's score depends on the seed, its layer, head and position alone."""
 
     seed: int = 0
+
+    def __post_init__(self):
+        check_count("seed", self.seed, 0)
 
     def score(self, seen: Observation, carry: None) -> tuple[Array, None]:
         """Uniform numbers float32 [B, K, T], the same for every row."""

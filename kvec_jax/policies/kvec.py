@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax import lax
 
-from kvec_jax.arguments import check_choice, check_count, check_kernel
+from kvec_jax.arguments import check_choice, check_count, check_kernel, check_number, check_share
 from kvec_jax.models.config import ModelConfig
 from kvec_jax.policies.base import Observation, Policy, Scores, Stateless
 from kvec_jax.scores import pool_scores
@@ -34,10 +34,8 @@ class Coverage(Stateless):
         check_kernel("kernel", self.kernel)
         check_choice("pooling", self.pooling, ("max", "avg"))
         check_choice("importance", self.importance, ("group", "query"))
-        if not 0 <= self.forced_share <= 1:
-            raise ValueError(f"forced_share: expected a share in [0, 1], got {self.forced_share!r}")
-        if self.novelty_weight < 0:
-            raise ValueError(f"novelty_weight: expected 0 or more, got {self.novelty_weight!r}")
+        check_share("forced_share", self.forced_share)
+        check_number("novelty_weight", self.novelty_weight, 0)
 
     def init(self, config: ModelConfig, batch: int, length: int) -> Array:
         """No layer has chosen anything yet."""

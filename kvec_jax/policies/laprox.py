@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvec_jax.arguments import check_choice, check_count, check_kernel
+from kvec_jax.arguments import check_choice, check_count, check_flag, check_kernel
 from kvec_jax.policies.base import Observation, Policy, Scope, Stateless
 from kvec_jax.scores import pool_scores
 from kvec_jax.typing import Array
@@ -30,6 +30,7 @@ class OutputContribution(Stateless):
         check_count("window", self.window, 1)
         check_kernel("kernel", self.kernel)
         check_choice("reading", self.reading, ("attn_mean", "score_mean", "exact"))
+        check_flag("normalize", self.normalize)
 
     def prepare(self, model) -> Array:
         """Gram matrices W_O W_O^T of every layer: [L, N, D, D], or across a group's heads [L, K, G, G, D, D]."""

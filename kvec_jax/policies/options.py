@@ -38,8 +38,8 @@ def parse_budget(text: str) -> int | float:
 def parse_setting(text: str) -> tuple[str, object]:
     """Key and value of ``key=value``, the value read as Python where it is a number or the like.
 
-    >>> parse_setting("window=16"), parse_setting("pooling=avg")
-    (('window', 16), ('pooling', 'avg'))
+    >>> parse_setting("window=16"), parse_setting("pooling=avg"), parse_setting("covariance=false")
+    (('window', 16), ('pooling', 'avg'), ('covariance', False))
 
     Raises:
         argparse.ArgumentTypeError: There is no ``=``.
@@ -48,7 +48,7 @@ def parse_setting(text: str) -> tuple[str, object]:
     if not equals or not key.isidentifier():
         raise argparse.ArgumentTypeError(f"expected KEY=VALUE such as window=16, got {text!r}")
     try:
-        return key, ast.literal_eval(value)
+        return key, ast.literal_eval(value.capitalize() if value.lower() in ("true", "false", "none") else value)
     except (ValueError, SyntaxError):
         return key, value
 

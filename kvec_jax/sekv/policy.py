@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kvec_jax import host
-from kvec_jax.arguments import check_choice, check_count
+from kvec_jax.arguments import check_choice, check_count, check_number
 from kvec_jax.cache import CompressedKV
 from kvec_jax.errors import UnsupportedError
 from kvec_jax.forms import Form
@@ -89,8 +89,7 @@ class SeKV(Form):
         for name, value in (("device_share", self.device_share), ("rank_share", self.rank_share)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
                 raise ValueError(f"{name}: expected a share in (0, 1], got {value!r}")
-        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float):
-            raise ValueError(f"alpha: expected a number, got {self.alpha!r}")
+        check_number("alpha", self.alpha)
         check_count("sinks", self.sinks, 0)
         check_count("min_span", self.min_span, 1)
         check_count("max_rank", self.max_rank, 1)

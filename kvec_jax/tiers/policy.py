@@ -1,12 +1,11 @@
 """``Tiered``: what a user says about a cache that is spread over tiers."""
 
 import dataclasses
-import numbers
 import os
 from collections.abc import Callable
 from typing import Literal
 
-from kvec_jax.arguments import check_choice, check_count
+from kvec_jax.arguments import check_choice, check_count, check_flag, check_number
 from kvec_jax.forms import Driven
 from kvec_jax.policies.base import Policy
 from kvec_jax.policies.budgets import Even
@@ -112,11 +111,10 @@ class Tiered(Driven):
         if self.disk is None and self.disk_bytes is not None:
             raise ValueError(f"disk_bytes: expected a folder as disk too, got {self.disk_bytes} bytes of none")
         for name in ("deterministic", "overlap"):
-            check_choice(name, getattr(self, name), (False, True))
+            check_flag(name, getattr(self, name))
         if self.flush < self.block_tokens:
             raise ValueError(f"flush: expected at least a block of {self.block_tokens} tokens, got {self.flush}")
-        if not isinstance(self.timeout, numbers.Real) or not self.timeout > 0:
-            raise ValueError(f"timeout: expected seconds above 0, got {self.timeout!r}")
+        check_number("timeout", self.timeout, 0, above=True)
 
     @property
     def reads(self) -> str:

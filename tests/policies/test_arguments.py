@@ -68,6 +68,30 @@ def test_streaming(sinks, message):
         kv.StreamingLLM(64, sinks=sinks)
 
 
+@pytest.mark.parametrize(
+    "factory, setting, value, message",
+    [
+        (kv.ExpectedAttention, "covariance", "false", "expected True or False"),
+        (kv.ExpectedAttention, "value_norm", 1, "expected True or False"),
+        (kv.ExpectedAttention, "epsilon", -0.1, "expected a number, 0 or more"),
+        (kv.LaProx, "normalize", "no", "expected True or False"),
+        (kv.ObservedAttention, "per_query", None, "expected True or False"),
+        (kv.CAKE, "gamma", "x", "expected a number, 0 or more"),
+        (kv.CAKE, "tau1", 0, "expected a number above 0"),
+        (kv.CAKE, "tau2", float("nan"), "expected a number above 0"),
+        (kv.KVec, "forced_share", "half", r"expected a share in \[0, 1\]"),
+        (kv.KVec, "novelty_weight", True, "expected a number, 0 or more"),
+        (kv.CriticalKV, "first_share", 1.5, r"expected a share in \[0, 1\]"),
+        (kv.CriticalKV, "epsilon", None, "expected a number, 0 or more"),
+        (kv.AdaKV, "floor", "x", r"expected a share in \[0, 1\]"),
+        (kv.Random, "seed", "x", "expected an integer, 0 or more"),
+    ],
+)
+def test_other_settings(factory, setting, value, message):
+    with pytest.raises((TypeError, ValueError), match=f"{setting}: {message}, got {value!r}"):
+        factory(64, **{setting: value})
+
+
 @pytest.mark.parametrize("scope", ["row", None, 1])
 def test_scopes(scope):
     with pytest.raises(ValueError, match="scope: expected 'head'"):

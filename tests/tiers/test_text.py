@@ -159,7 +159,7 @@ def test_settings_that_make_no_sense(tmp_path):
         kv.Tiered(policy="laprox")
     with pytest.raises(ValueError, match="eviction: expected 'lookahead' or 'lru', got 'fifo'"):
         kv.Tiered(eviction="fifo")
-    with pytest.raises(ValueError, match="timeout: expected seconds above 0, got 0"):
+    with pytest.raises(ValueError, match="timeout: expected a number above 0, got 0"):
         kv.Tiered(timeout=0)
     with pytest.raises(ValueError, match="flush: expected at least a block of 8 tokens, got 7"):
         kv.Tiered(flush=7)
@@ -173,7 +173,7 @@ def test_settings_that_make_no_sense(tmp_path):
         kv.Tiered(disk=1)
     with pytest.raises(ValueError, match="disk_bytes: expected a folder as disk too, got 10 bytes of none"):
         kv.Tiered(disk_bytes=10)
-    with pytest.raises(ValueError, match="overlap: expected False or True, got 'no'"):
+    with pytest.raises(ValueError, match="overlap: expected True or False, got 'no'"):
         kv.Tiered(overlap="no")
 
 
