@@ -58,6 +58,8 @@ def _compress(arguments: argparse.Namespace) -> None:
 
     import kvec_jax as kv
 
+    if not isinstance(policy, kv.Policy):
+        raise ValueError(f"--policy: only contexts of rows that were chosen can be saved, not those of {policy.name!r}")
     model = kv.load(arguments.model, dtype=arguments.dtype)
     context = model.compress(
         text,

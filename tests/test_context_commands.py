@@ -63,6 +63,7 @@ def test_an_answer_streams(book, loads, capsys):
         (["compress", "no/such/file", "--out", "a.kv", "--policy", "snapkv"], "no/such/file: no such file"),
         (["compress", __file__, "--out", "a.kv", "--policy", "snapvk"], "did you mean 'snapkv'?"),
         (["compress", __file__, "--out", "no/such/a.kv", "--policy", "snapkv"], "no such folder: no/such"),
+        (["compress", __file__, "--out", "a.kv", "--policy", "sekv"], "--policy: only contexts of rows"),
         (["compress", __file__, "--out", "/", "--policy", "snapkv"], "expected a file to write, and / is a folder"),
         (["ask", "a.kv"], "required: QUESTION"),
         (["ask", "no/such.kv", "Who?"], "no/such.kv: can't be read"),

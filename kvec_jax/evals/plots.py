@@ -159,7 +159,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib.figure  # noqa: F401 - slow to import, and not needed for tables
     except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'kvec-jax[eval]'") from error
+        raise ImportError("pictures need matplotlib: pip install 'kvec-jax[eval]', or say --no-pictures") from error
 
 
 def _panels(count: int, width: float, height: float):

@@ -43,7 +43,7 @@ def of(module_function, **settings):
 
 
 def expected_attention(trace, budget):
-    score = functools.partial(scores.expected_attention, trace, config=tiny_config())
+    score = functools.partial(scores.expected_attention, trace, config=tiny_config(), epsilon=0.01)
     return policies.per_head(trace, budget, score)
 
 

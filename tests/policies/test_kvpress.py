@@ -32,7 +32,7 @@ POLICIES = {
     "TOVA": kv.TOVA,
     "KNorm": kv.KNorm,
     "KeyDiff": kv.KeyDiff,
-    "ExpectedAttention": kv.ExpectedAttention,
+    "ExpectedAttention": lambda budget: kv.ExpectedAttention(budget, epsilon=0.0),
     "ObservedAttention": kv.ObservedAttention,
     "CriticalKV_SnapKV": lambda budget: kv.CriticalKV(budget, scorer=SNAP),
     "AdaKV_SnapKV": lambda budget: kv.AdaKV(budget, scorer=SNAP, floor=0.0),
