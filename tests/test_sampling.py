@@ -117,16 +117,16 @@ def penalised(logits, written, penalty):
     return logits
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.3, 0.5])
-@pytest.mark.parametrize("window", [None, 1, 2, 4, 99])
-@pytest.mark.parametrize("count", [1, 3, 6])
-def test_repetition_penalty(penalty, window, count):
-    written = np.random.default_rng(1).integers(50, size=(4, 6))
-    written[:, count:] = written[:, count - 1 : count]
-    sampler = kv.Greedy(repetition_penalty=penalty, repetition_window=window)
-    got = jax.jit(lambda sampler, count: sampler.penalise(LOGITS, written, count))(sampler, count)
-    lately = written[:, max(count - (window or count), 0) : count]
-    np.testing.assert_allclose(got, penalised(LOGITS, lately, penalty), rtol=1e-6)
+@pytest.mark.parametrize("window", [None, 1, 4, 99])
+def test_repetition_penalty(window):
+    penalise = jax.jit(lambda sampler, written, count: sampler.penalise(LOGITS, written, count))
+    tokens = np.random.default_rng(1).integers(50, size=(4, 6))
+    for count in (1, 3, 6):
+        written = np.where(np.arange(6) < count, tokens, tokens[:, count - 1 : count])
+        lately = tokens[:, max(count - (window or count), 0) : count]
+        for penalty in (1.0, 1.3, 0.5):
+            got = penalise(kv.Greedy(repetition_penalty=penalty, repetition_window=window), written, count)
+            np.testing.assert_allclose(got, penalised(LOGITS, lately, penalty), rtol=1e-6)
 
 
 def test_without_a_penalty_the_logits_stay():
