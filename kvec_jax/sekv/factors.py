@@ -43,5 +43,17 @@ def factorize(rows: Array, max_rank: int) -> tuple[Array, Array, Array]:
 
 
 def _largest(gram: Array, count: int) -> tuple[Array, Array]:
-    values, vectors = jnp.linalg.eigh(gram)  # rising
+    values, vectors = _eigh(gram)  # rising
     return values[..., ::-1][..., :count], vectors[..., ::-1][..., :count]
+
+
+def _eigh(gram: Array) -> tuple[Array, Array]:
+    """Eigenvalues and eigenvectors; of several devices that share the threads of one CPU, one matrix at a time.
+
+    A batch is divided among the very threads that run the devices' programs (JAX 0.10.2, 0.12.0): where all of those
+    are in a batch and wait for its parts, no thread is left to compute them.
+    """
+    if jax.default_backend() != "cpu" or jax.local_device_count() == 1:
+        return jnp.linalg.eigh(gram)
+    one_by_one = jax.lax.map(jnp.linalg.eigh, gram.reshape(-1, *gram.shape[-2:]))
+    return tuple(x.reshape(*gram.shape[:-2], *x.shape[1:]) for x in one_by_one)
